@@ -16,8 +16,8 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md docs/integrations/*.md)
 
-.PHONY: demo test test-long test-search test-gpu test-sglang test-real test-real-gpu gpu-kernels \
-        lint format install dist docs kernels-wheel
+.PHONY: demo test test-long test-search test-clients test-browser test-ray test-vllm test-sglang \
+        test-gpu test-real test-real-gpu gpu-kernels lint format install dist docs kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -39,6 +39,29 @@ EXAMPLES ?= 1000
 test-search: $(VENV)/.test
 	OSTINATO_TEST_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
 	    --dist worksteal --timeout 3600
+
+# Clients that know nothing of this server, against it; they have an environment of their own.
+CLIENTS := $(VENV)/clients
+
+test-clients: $(VENV)/.test $(CLIENTS)/.installed
+	OSTINATO_CLIENTS=$(CLIENTS)/bin OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -m clients
+
+# The page of `ostinato serve`; it needs Debian's chromium-headless-shell, or chromium.
+test-browser: $(VENV)/.browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m browser
+
+# Replicas on a local Ray, in an environment of its own that sees the packages of this one.
+RAY  := $(VENV)/ray
+SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+test-ray: $(VENV)/.test $(RAY)/.installed
+	OSTINATO_RAY=$(RAY)/bin OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale_out -m ray
+
+# The vLLM plug-in beside vLLM's own Python classes on the CPU, out of its sdist, without its binaries.
+VLLM := $(VENV)/vllm
+
+test-vllm: $(VENV)/.vllm
+	PYTHONPATH=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compat/vllm
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"
@@ -155,6 +178,31 @@ $(VENV)/.test: $(VENV)/.installed
 $(VENV)/.dev: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
 	touch $(VENV)/.installed $(VENV)/.test $@
+
+$(CLIENTS)/.installed: $(VENV)/.test
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt guidellm 'lm-eval[api]' transformers
+	touch $@
+
+$(RAY)/.installed: $(VENV)/.test
+	$(BIN)/python -m venv $(RAY)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(SITE))')" \
+	    > "$$($(RAY)/bin/python -c $(SITE))/outer.pth"
+	$(RAY)/bin/python -m pip install --quiet -c constraints.txt 'ray[serve]'
+	touch $@
+
+$(VENV)/.browser: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet -c constraints.txt playwright
+
+# No cache: pip would take the wheel without binaries for vLLM elsewhere on this machine, too.
+$(VENV)/.vllm: $(VENV)/.test tests/compat/vllm/requirements.txt
+	rm -rf $(VLLM)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VLLM) \
+	    -r tests/compat/vllm/requirements.txt
+	PYTHONPATH=$(abspath $(VLLM)) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 \
+	    $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-cache-dir \
+	    --no-binary vllm --target $(VLLM) vllm==0.33.0
+	touch $@
 
 $(VENV)/.docs: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt mkdocs-material 'mkdocstrings[python]'

@@ -83,6 +83,7 @@ setup(
         "ostinato": ["py.typed", "_C.pyi"],
         "ostinato.graphs": ["_native.pyi"],
         "ostinato.graphs.loop": ["advance.cu"],
+        "ostinato.server.page": ["*.css", "*.html", "*.js", "*.svg"],
         **{name: ["*.cu", "*.cuh", "*.h", "*.hpp", "*.cpp", "*.txt"] for name in NATIVE},
     },
     ext_modules=[

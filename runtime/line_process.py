@@ -42,9 +42,7 @@ class LineProcess:
         quiet: whether what it writes to standard error is dropped.
     """
 
-    def __init__(
-        self, program: Path, env: Mapping[str, str], *, quiet: bool = False
-    ) -> None:
+    def __init__(self, program: Path, env: Mapping[str, str], *, quiet: bool = False) -> None:
         folders = [folder for folder in sys.path if os.path.isabs(folder)]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-s", str(program)],

@@ -238,7 +238,7 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineR
             case,
             implementation(model, stored),
             seconds=(medians[1] - medians[0]) / (long - short),
-            num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context, stored),
+            num_bytes=weight_bytes(model, batch) + kv_bytes(model.config, batch, context, stored),
             flops=step_flops(model, batch, context),
         )
         yield EngineRow(**asdict(row), short_s=columns[0], long_s=columns[1])
@@ -249,7 +249,7 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineR
             case,
             implementation(model, stored),
             seconds=statistics.median(texts),
-            num_bytes=weight_bytes(model),
+            num_bytes=weight_bytes(model, batch * plan.prompt),
             flops=prompt_flops(model, batch, plan.prompt),
         )
         yield FirstTokenRow(**asdict(row), texts_s=texts)

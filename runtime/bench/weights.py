@@ -16,7 +16,8 @@ from ..models import (
     W8A8Linear,
     family_of,
 )
-from ..models.parts import LinearPart, TensorPart
+from ..models.experts.products import BlockFP8Experts, DenseExperts, Experts, W8A8Experts
+from ..models.parts import ExpertsPart, LinearPart, TensorPart
 from ..ops import channel_scales
 from .shapes import HEAD_PRECISIONS, PRECISIONS
 
@@ -100,10 +101,26 @@ class _RandomLoader:
     def tensor(self, part: TensorPart) -> torch.Tensor:
         if len(part.spec.shape) == 2:
             return self._normal(*part.spec.shape)
-        return torch.ones(part.spec.shape, dtype=torch.bfloat16, device=self.device)
+        dtype = part.dtype or torch.bfloat16
+        return torch.ones(part.spec.shape, dtype=dtype, device=self.device)
 
     def linear(self, part: LinearPart) -> Linear:
+        if part.chooses:
+            return self._linear(part.shape, "bf16", torch.float32)
         return self._linear(part.shape, self.precision, torch.bfloat16)
+
+    def experts(self, part: ExpertsPart) -> Experts:
+        shape = (part.num_experts, *part.shape)
+        weight = self._normal(shape[0] * shape[1], shape[2])
+        if self.precision == "bf16":
+            return DenseExperts(weight.view(shape), part.gated)
+        if self.precision == _BLOCKS:
+            found = [quantize_weight_blocks(own, torch.float32) for own in weight.view(shape)]
+            values = torch.stack([value for value, _ in found])
+            scales = [channel_scales([(scale, slice(0, shape[1]))]) for _, scale in found]
+            return BlockFP8Experts(values, part.gated, torch.stack(scales), torch.bfloat16)
+        values, scale = quantize_weight(weight, dtype_named(self.precision), torch.float32)
+        return W8A8Experts(values.view(shape), part.gated, scale.view(shape[:2]), torch.bfloat16)
 
     def input_factors(self, part: LinearPart) -> None:
         """Return None: every input is multiplied as it is."""

@@ -5,16 +5,28 @@ from __future__ import annotations
 import torch
 
 from ..models import ModelConfig, family_of
-from ..models.parts import DecoderLayout, SchemeOf
+from ..models.layout import DecoderLayout
+from ..models.parts import SchemeOf
 from .errors import CheckpointError, UnsupportedCheckpointError
+from .format import StoredSchemeOf
 from .reader import CheckpointReader
+from .storage.base import StoredScheme
 from .storage.dense import DENSE
 
 
-def checked_layout(config: ModelConfig, scheme_of: SchemeOf) -> DecoderLayout:
+def checked_layout(
+    config: ModelConfig, scheme_of: SchemeOf, reader: CheckpointReader | None = None
+) -> DecoderLayout:
     """Return the parts of a model whose linear modules are stored as `scheme_of` says.
 
+    Args:
+        config: of the model.
+        scheme_of: of its modules.
+        reader: of the checkpoint, which says whether its experts are stored together; tensors that
+            the decoder has no use for are set aside. Without it they are stored one by one.
+
     Raises:
+        UnsupportedModelError: naming two experts of a layer that are stored in different ways.
         UnsupportedCheckpointError: when an output projection tied to the embedding is quantised.
     """
     layout = family_of(config).layout(config)
@@ -23,7 +35,26 @@ def checked_layout(config: ModelConfig, scheme_of: SchemeOf) -> DecoderLayout:
             "lm_head: the checkpoint quantises it, but tie_word_embeddings shares its weight "
             "with the embedding, which is not quantised; expected lm_head to be ignored"
         )
-    return layout
+    if reader is None:
+        return layout
+    reader.set_aside(layout.unused)
+    return layout.found_in(reader.has)
+
+
+def with_plain_routers(scheme_of: StoredSchemeOf, layout: DecoderLayout) -> StoredSchemeOf:
+    """Return how modules are stored, routers and gates of experts in 16 or 32 bits in any case.
+
+    Quantisers leave them as they are. Not all configurations say so, since in transformers a
+    router is no linear module.
+    """
+    plain = {module.name for part in layout.linears() if part.chooses for module in part.modules}
+    if not plain:
+        return scheme_of
+
+    def of_module(*names: str) -> StoredScheme:
+        return DENSE if plain.intersection(names) else scheme_of(*names)
+
+    return of_module
 
 
 def check_tied(reader: CheckpointReader, layout: DecoderLayout) -> None:

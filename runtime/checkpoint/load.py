@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..models import Decoder, DenseLinear, Linear, W8A8Linear, compile_kernels, family_of
+from ..models.experts.products import Experts
 from ..models.joined_linear import join
-from ..models.parts import DENSE_DTYPES, InputFactors, LinearPart, Module, TensorPart
+from ..models.parts import DENSE_DTYPES, ExpertsPart, InputFactors, LinearPart, Module, TensorPart
 from .config import load_config
 from .errors import UnsupportedCheckpointError
 from .folder import checkpoint_folder
 from .format import StoredSchemeOf
-from .layout import check_tied, checked_layout
+from .layout import check_tied, checked_layout, with_plain_routers
 from .quantization import load_quantization
 from .reader import CheckpointReader
 from .scales import read_scale
@@ -44,7 +45,8 @@ def load_model(
     becomes the largest of the parts', so that nothing saturates that did not before. FP8
     activations without a static scale are quantised per token, whatever granularity the file names,
     and whatever bound `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the
-    dtype and the scales are the model's `kv_scales`, by which an `Engine` serves it. No tensor
+    dtype and the scales are the model's `kv_scales`, by which an `Engine` serves it. Experts of a
+    mixture may be stored one by one or together; those of a layer are grouped products. No tensor
     shares memory with the files. On CUDA quantised weights are packed for the kernels, one at a
     time, and kernels that are not compiled yet are compiled side by side.
 
@@ -89,7 +91,8 @@ def load_model(
     target = Target(torch.device(device), config.dtype, batch_invariant)
     with CheckpointReader(folder, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)
-        layout = checked_layout(config, scheme_of)
+        layout = checked_layout(config, scheme_of, reader)
+        scheme_of = with_plain_routers(scheme_of, layout)
         scales = () if kv_cache is None else kv_cache.tensors(config, reader)
         reader.check((*layout.tensors(scheme_of), *scales))
         check_tied(reader, layout)
@@ -117,15 +120,19 @@ class CheckpointLoader:
 
     def tensor(self, part: TensorPart) -> torch.Tensor:
         kept = Kept(part.spec, part.kept_rows)
-        return stack(self.reader, [kept], self.target.dtype, self.target.device)
+        return stack(self.reader, [kept], part.dtype or self.target.dtype, self.target.device)
 
     def linear(self, part: LinearPart) -> Linear:
+        target = replace(self.target, out_dtype=torch.float32) if part.chooses else self.target
         return join(
             [
-                scheme.build(self.reader, run.modules, self.target)
+                scheme.build(self.reader, run.modules, target)
                 for scheme, run in part.runs(self.scheme_of)
             ]
         )
+
+    def experts(self, part: ExpertsPart) -> Experts:
+        return part.scheme(self.scheme_of).build_experts(self.reader, part, self.target)
 
     def input_factors(self, part: LinearPart) -> InputFactors | None:
         found = [self._factors(module) for module in part.modules]

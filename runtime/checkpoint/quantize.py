@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from tqdm import tqdm
 
 from ..models import KVScales, ModelConfig
-from ..models.parts import DecoderLayout, TensorSpec
+from ..models.layout import DecoderLayout
+from ..models.parts import TensorSpec
 from ..ops.common.sizes import ceil_div
 from .calibration.kv_cache import calibrate_kv_cache
 from .calibration.observe import observe, read_tokens
@@ -23,7 +25,7 @@ from .errors import CheckpointError, UnsupportedCheckpointError
 from .folder import checkpoint_folder
 from .format import StoredSchemeOf
 from .formats.compressed_tensors import COMPRESSED_TENSORS, ModuleNames, describe
-from .layout import check_tied, checked_layout
+from .layout import check_tied, checked_layout, with_plain_routers
 from .new_folder import new_folder
 from .patterns import PatternMatcher
 from .quantization import load_quantization, quantization_config
@@ -124,10 +126,11 @@ def quantize_checkpoint(
     companions = find_companions(source)
     with CheckpointReader(source, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)
-        layout = checked_layout(config, scheme_of)
+        layout = checked_layout(config, scheme_of, reader)
+        scheme_of = with_plain_routers(scheme_of, layout)
         chosen = frozenset[str]()
         if chosen_scheme is not None:
-            chosen = _choose(config, chosen_scheme, ignore)
+            chosen = _choose(config, layout, chosen_scheme, ignore)
         specs = list(layout.tensors(scheme_of))
         reader.check(specs)
         require_own({source / CONFIG_FILE, *reader.files}, source)
@@ -152,7 +155,7 @@ def quantize_checkpoint(
                 reader, chosen_scheme, config.dtype, chosen, factors, kv_scales
             )
             conversion.run(_stored(specs, layout, reader), folder, max_shard_bytes, progress)
-            whole = (*ignore, *modules_to_ignore(reader.others))
+            whole = (*ignore, *_left_out(layout, reader))
             kv_dtype = None if kv_scales is None else kv_scales.dtype
             described = describe(chosen_scheme, whole, kv_dtype)
             if quantized is not None:
@@ -217,7 +220,19 @@ def _stored(
     return [spec for spec in specs if (copy is None or spec is not copy.spec) and reader.has(spec)]
 
 
-def _choose(config: ModelConfig, scheme: _Scheme, ignore: Sequence[str]) -> frozenset[str]:
+def _left_out(layout: DecoderLayout, reader: CheckpointReader) -> Iterator[str]:
+    """Yield what describes the modules that are never quantised, as the format's `ignore` does."""
+    towers = [name for name in reader.others if not name.startswith(layout.unused)]
+    yield from modules_to_ignore(towers)
+    yield from (f"re:{re.escape(prefix)}" for prefix in layout.unused)
+    for part in layout.linears():
+        if part.chooses:
+            yield from (reader.stored_name(module.name) for module in part.modules)
+
+
+def _choose(
+    config: ModelConfig, layout: DecoderLayout, scheme: _Scheme, ignore: Sequence[str]
+) -> frozenset[str]:
     """Return the names of the weights to quantise, refusing an `ignore` that makes no sense."""
     matcher = PatternMatcher("ignore")
     ignored = ModuleNames(ignore, matcher)
@@ -225,11 +240,12 @@ def _choose(config: ModelConfig, scheme: _Scheme, ignore: Sequence[str]) -> froz
     def names_of(module: str) -> tuple[str, ...]:
         return spellings(module) if config.text_tower else (module,)
 
-    def scheme_of(module: str) -> StoredScheme:
-        return DENSE if ignored.find(*names_of(module)) else scheme
+    def scheme_of(*modules: str) -> StoredScheme:
+        names = (name for module in modules for name in names_of(module))
+        return DENSE if ignored.find(*names) else scheme
 
-    layout = checked_layout(config, scheme_of)
-    linears = [module for part in layout.linears() for module in part.modules]
+    checked_layout(config, scheme_of)
+    linears = list(layout.to_quantize())
     modules = [*(module.name for module in linears), "lm_head"]
     for pattern in ignore:
         # A misspelt name would let a module be quantised that was meant to stay as it is.
@@ -284,7 +300,7 @@ class _Conversion:
         return found
 
     def _plan(self, spec: TensorSpec) -> Iterator[PlannedTensor]:
-        name = self.reader.stored_name(spec.name)
+        name = self.reader.found_name(spec)
         if spec.name in self.chosen:
             assert self.scheme is not None, "it has chosen"
             yield PlannedTensor(name, self.scheme.dtype, spec.shape)
@@ -293,30 +309,37 @@ class _Conversion:
             yield _as_it_is(name, self.reader.read(spec))
 
     def _scale_shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        rows, columns = spec.shape
+        *experts, rows, columns = spec.shape
         if isinstance(self.scheme, FP8BlockScheme):
-            return ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
-        return rows, 1
+            return *experts, ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
+        return *experts, rows, 1
 
     def _convert(self, spec: TensorSpec, writer: CheckpointWriter) -> None:
-        tensor, name = self.reader.read(spec), self.reader.stored_name(spec.name)
+        tensor, name = self.reader.read(spec), self.reader.found_name(spec)
         try:
             if spec.name not in self.chosen:
                 require_finite(self.reader, spec)
                 writer.write(name, self.factors.apply(spec.name, tensor))
                 return
-            assert self.scheme is not None, "it has chosen"
-            if isinstance(self.scheme, FP8BlockScheme):
-                values, scale = quantize_weight_blocks(tensor, self.scale_dtype)
+            if tensor.dim() == 3:
+                pairs = [self._quantized(spec.name, of_expert) for of_expert in tensor]
+                values, scale = (torch.stack(found) for found in zip(*pairs, strict=True))
             else:
-                smooth = self.factors.apply(spec.name, tensor)
-                values, scale = quantize_weight(smooth, self.scheme.dtype, self.scale_dtype)
+                values, scale = self._quantized(spec.name, tensor)
         except CheckpointError:
             raise
         except ValueError as error:
             raise CheckpointError(f"{self.reader.where(spec)}: {error}") from error
         writer.write(name, values)
         writer.write(_scale_name(name), scale)
+
+    def _quantized(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a weight [rows, columns] in 8 bits, and its scales."""
+        assert self.scheme is not None, "it has chosen"
+        if isinstance(self.scheme, FP8BlockScheme):
+            return quantize_weight_blocks(weight, self.scale_dtype)
+        smooth = self.factors.apply(name, weight)
+        return quantize_weight(smooth, self.scheme.dtype, self.scale_dtype)
 
 
 def _as_it_is(name: str, tensor: torch.Tensor) -> PlannedTensor:

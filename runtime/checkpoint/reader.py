@@ -72,6 +72,12 @@ class CheckpointReader:
         self._opened.clear()
         self._files.close()
 
+    def set_aside(self, prefixes: tuple[str, ...]) -> None:
+        """Take tensors whose names begin so for others, which are not part of the model."""
+        for name in [name for name in self._stored if name.startswith(prefixes)]:
+            stored = self._stored.pop(name)
+            self._others[stored.name] = stored
+
     def check_layers(self, count: int) -> None:
         """Check that the checkpoint may have this many layers, before any of them is described.
 
@@ -136,7 +142,14 @@ class CheckpointReader:
         Raises:
             CheckpointError: when the data cannot be read.
         """
-        return self._read(self._located(spec))
+        tensor = self._read(self._located(spec))
+        if spec.transposable and tensor.shape != spec.shapes[0]:
+            tensor = tensor.mT
+        return tensor if spec.index is None else tensor[spec.index]
+
+    def found_name(self, spec: TensorSpec) -> str:
+        """Return what the checkpoint calls a tensor that it holds."""
+        return self._located(spec).name
 
     def stored_name(self, name: str) -> str:
         """Return what the checkpoint calls a tensor, or would if it held it."""
@@ -146,11 +159,11 @@ class CheckpointReader:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The names of tensors of other towers than the text tower."""
+        """The names of tensors of other towers, and of those that were set aside."""
         return tuple(self._others)
 
     def read_other(self, name: str) -> torch.Tensor:
-        """Return a tensor of another tower; see `read`."""
+        """Return a tensor of `others`; see `read`."""
         return self._read(self._others[name])
 
     def _read(self, stored: StoredTensor) -> torch.Tensor:
@@ -178,7 +191,8 @@ class CheckpointReader:
 
     def where(self, spec: TensorSpec) -> str:
         """Return the file and the name of a tensor, for messages."""
-        return _where(self._located(spec))
+        entry = "" if spec.index is None else f"[{spec.index}]"
+        return f"{_where(self._located(spec))}{entry}"
 
     def _located(self, spec: TensorSpec) -> StoredTensor:
         for name in spec.names:

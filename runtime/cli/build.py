@@ -181,7 +181,7 @@ def _model_kernels(
 
     from ..bench.weights import dtype_named
     from ..checkpoint import load_config
-    from ..checkpoint.layout import checked_layout
+    from ..checkpoint.layout import checked_layout, with_plain_routers
     from ..checkpoint.quantization import load_quantization
     from ..checkpoint.storage.dense import DENSE
     from ..models import KVScales, family_of, kv_format
@@ -194,6 +194,7 @@ def _model_kernels(
     quantization = load_quantization(folder, text_tower=config.text_tower)
     scheme_of = quantization.scheme_of
     layout = checked_layout(config, scheme_of)
+    scheme_of = with_plain_routers(scheme_of, layout)
     # What was tuned on this machine counts, if it is one that the kernels run on.
     here = torch.cuda.is_available() and runs(GemmTiled, torch.cuda.current_device())
     device = torch.device("cuda") if here else None
@@ -216,9 +217,12 @@ def _model_kernels(
                         *(run.kind, run.shape, config.dtype),
                         batch_invariant=batch_invariant,
                         device=device,
-                        out_dtype=torch.float32 if part is layout.lm_head else None,
+                        out_dtype=torch.float32 if part is layout.lm_head or part.chooses else None,
                     )
                 )
+    for experts in layout.experts():
+        scheme = experts.scheme(scheme_of)
+        needed.update(scheme.experts_kernels(config.dtype, out_dtype=config.dtype))
     if quantizes_head:
         assert lm_head is not None
         needed.update(

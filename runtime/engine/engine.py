@@ -33,7 +33,8 @@ from .new_request import Prompt, new_request, prompts_with_params
 from .prefill_step import Prefill
 from .request import Request
 from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
-from .scheduler import PrefillChunk, Scheduler, checked_chunk
+from .scheduler import PrefillChunk, Scheduler, checked_chunk, checked_context
+from .sharing import sharing_unit
 from .stats import EngineStats
 from .stream import TokenStream
 from .upload import by_default_on_the_host
@@ -61,7 +62,7 @@ class Engine:
             `max_batch` sequences of `max_context`, but at most 80% of the free GPU memory or
             4 GiB of host memory.
         prefill_chunk: prompt tokens computed at once, a multiple of `page_size`; 512 by default.
-            Prefixes are shared between prompts in multiples of it.
+            Prefixes are shared between prompts in parts of it (`sharing_unit`).
         max_prefill_tokens: prompt tokens computed in one step over all requests.
         l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
         kv_cache_dtype: of the KV cache. "auto" is the 8 bits that the checkpoint is made for, if it
@@ -106,10 +107,7 @@ class Engine:
         max_batch = at_least_one("max_batch", max_batch)
         page_size = at_least_one("page_size", page_size)
         max_prefill_tokens = at_least_one("max_prefill_tokens", max_prefill_tokens)
-        own = model.max_context
-        max_context = as_integer("max_context", own if max_context is None else max_context)
-        if not 2 <= max_context <= own:
-            raise ValueError(f"max_context: got {max_context}, expected 2 to the model's {own}")
+        max_context = checked_context(max_context, model.max_context)
         prefill_chunk = checked_chunk(prefill_chunk, page_size)
         max_pages = -(-max_context // page_size)
         device = model.device
@@ -158,7 +156,9 @@ class Engine:
         )
         buffers = StaticBuffers(self._decode.buffer_specs(), max_batch, model.device)
         self.runner = GraphRunner(self._decode, buffers, memory=self._decode.memory())
-        self._scheduler = Scheduler(self.cache, max_batch=max_batch, prefill_chunk=prefill_chunk)
+        chunks = {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
+        unit = sharing_unit(model, self.cache, prefill_chunk)
+        self._scheduler = Scheduler(self.cache, sharing_unit=unit, **chunks)
         self._prefill = Prefill(
             model,
             self.cache,
@@ -304,6 +304,11 @@ class Engine:
         completion = request.completion()
         del self._requests[request_id]
         return completion
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot or for pages."""
+        return len(self._scheduler.waiting)
 
     @property
     def idle(self) -> bool:

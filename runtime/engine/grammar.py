@@ -226,7 +226,7 @@ class _Worker:
                 Silence.UNREAD: f"is not read within {seconds:g} s",
                 Silence.GONE: "could not be compiled: its process has ended",
                 Silence.LATE: f"takes longer than {seconds:g} s to compile",
-                Silence.ENDED: "ended the process that compiles it, which has 2 GiB of memory for it",
+                Silence.ENDED: "ended the process that compiles it, which has 2 GiB for it",
                 Silence.LONG: f"is larger than {_MOST_ANSWER} bytes",
             }
             raise _WorkerError(predicates[error.reason]) from error

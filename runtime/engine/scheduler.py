@@ -30,6 +30,18 @@ def checked_chunk(given: int | None, page_size: int) -> int:
     return chunk
 
 
+def checked_context(given: int | None, own: int) -> int:
+    """Return the longest prompt plus text, by default the model's own.
+
+    Raises:
+        TypeError, ValueError: naming `max_context`, for what is not 2 to the model's own.
+    """
+    context = as_integer("max_context", own if given is None else given)
+    if not 2 <= context <= own:
+        raise ValueError(f"max_context: got {context}, expected 2 to the model's {own}")
+    return context
+
+
 @dataclass(frozen=True)
 class PrefillChunk:
     """Prompt positions `start` to `stop` - 1 of a request, to be computed in this step."""
@@ -55,12 +67,23 @@ class Scheduler:
         cache: pages for the running requests.
         max_batch: requests that run at once; also the number of slots.
         prefill_chunk: tokens of a prompt computed at once. Chunks begin at multiples of it
-            whatever else runs, so that their rounding does not depend on the load either.
+            whatever else runs, so that their rounding does not depend on the load either; a prompt
+            whose beginning is shared has a shorter first chunk.
+        sharing_unit: tokens, a divisor of `prefill_chunk`: prefixes are shared in multiples of it.
+            By default whole chunks.
     """
 
-    def __init__(self, cache: PagedKVCache, *, max_batch: int, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        *,
+        max_batch: int,
+        prefill_chunk: int,
+        sharing_unit: int | None = None,
+    ) -> None:
         self.cache = cache
         self.prefill_chunk = prefill_chunk
+        self._sharing_unit = prefill_chunk if sharing_unit is None else sharing_unit
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
@@ -92,7 +115,8 @@ class Scheduler:
         waiting = deque((r, r.computed) for r in self.running if not r.prefilled)
         while waiting:
             request, start = waiting.popleft()
-            stop = min(start + self.prefill_chunk, len(request.prompt))
+            whole = start - start % self.prefill_chunk + self.prefill_chunk
+            stop = min(whole, len(request.prompt))
             max_tokens -= stop - start
             if chunks and max_tokens < 0:
                 break
@@ -107,9 +131,9 @@ class Scheduler:
         for chunk in chunks:
             chunk.request.computed = chunk.stop
         for chunk in chunks:
-            # Whole chunks only: the last bits of keys computed in a partial chunk (or by a decode
+            # Whole units only: the last bits of keys computed in a partial one (or by a decode
             # step) differ from those a longer prompt would compute for itself.
-            whole = chunk.stop - chunk.stop % self.prefill_chunk
+            whole = chunk.stop - chunk.stop % self._sharing_unit
             self.cache.publish(chunk.request.id, chunk.request.prompt[:whole])
 
     def decode_batch(self, settle: Callable[[], None] = lambda: None) -> list[Request]:
@@ -154,14 +178,14 @@ class Scheduler:
             request.swapped = None
             return True
         # The last prompt token is always computed: its logits are what is sampled from.
-        prefix, chunk = request.prompt[:-1], self.prefill_chunk
+        prefix, unit = request.prompt[:-1], self._sharing_unit
         if request.sampling_params.prompt_logprobs is not None:
             prefix = ()  # logits of every token are needed
         # Asked before anything is taken: a try would evict prefixes kept for others.
-        needed = cache.pages_to_add(prefix, len(request.prompt), multiple_of=chunk)
+        needed = cache.pages_to_add(prefix, len(request.prompt), multiple_of=unit)
         if cache.free_pages < needed + headroom:
             return False
-        request.computed = cache.add(request.id, prefix, multiple_of=chunk)
+        request.computed = cache.add(request.id, prefix, multiple_of=unit)
         try:
             cache.reserve(request.id, len(request.prompt))
         except BaseException:

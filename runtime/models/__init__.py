@@ -6,6 +6,8 @@ from .cache import PagedKVCache, SwappedSequence
 from .config import ModelConfig
 from .config_fields import UnsupportedModelError
 from .decoder import AttentionInputs, Decoder, SeenRows
+from .experts.config import ExpertsConfig
+from .experts.products import BlockFP8Experts, DenseExperts, Experts, W8A8Experts
 from .joined_linear import JoinedLinear
 from .kv_format import KVFormat, ScaleKind, kv_format
 from .kv_scales import KVScales
@@ -20,9 +22,13 @@ __all__ = [
     "DUMMY_PAGE",
     "AsymmetricLinear",
     "AttentionInputs",
+    "BlockFP8Experts",
     "BlockFP8Linear",
     "Decoder",
+    "DenseExperts",
     "DenseLinear",
+    "Experts",
+    "ExpertsConfig",
     "JoinedLinear",
     "KVFormat",
     "KVScales",
@@ -36,6 +42,7 @@ __all__ = [
     "SeenRows",
     "SwappedSequence",
     "UnsupportedModelError",
+    "W8A8Experts",
     "W8A8Linear",
     "compile_kernels",
     "decoder_fields",

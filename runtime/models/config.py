@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .config_fields import Fields, UnsupportedModelError
+from .experts.config import ExpertsConfig
 from .kinds import Activation
 from .norms import NormConfig
 from .rope import RopeConfig
@@ -49,6 +50,8 @@ class ModelConfig:
     is added to the residual stream.
 
     `text_tower` says that the checkpoint holds more than this decoder, such as a vision tower.
+
+    `experts` says which layers have a mixture of experts instead of an MLP, and what it is like.
     """
 
     family: str
@@ -80,6 +83,7 @@ class ModelConfig:
     logits_softcap: float = 0.0
     qk_norm_after_rope: bool = False
     text_tower: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         sizes = (
@@ -107,6 +111,11 @@ class ModelConfig:
                 )
         for rope in self.rotations:
             rope.check(self.head_dim)
+        if self.experts is not None and len(self.experts.layers) != self.num_layers:
+            raise UnsupportedModelError(
+                f"experts.layers: got {len(self.experts.layers)} entries, expected one per layer = "
+                f"{self.num_layers}"
+            )
 
     @property
     def q_size(self) -> int:

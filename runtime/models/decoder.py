@@ -12,6 +12,7 @@ from .. import ops
 from ..jit.variant import Variant
 from .cache import PagedKVCache
 from .config import ModelConfig
+from .experts.products import Experts
 from .kinds import InputKind
 from .kv_format import KVFormat
 from .kv_scales import KVScales
@@ -60,6 +61,18 @@ class LinearUse(NamedTuple):
     linear: Linear
 
 
+class ExpertsUse(NamedTuple):
+    """The products of a layer's experts.
+
+    Attributes:
+        name: of the part of a decoder layer, such as "experts_gate_up".
+        experts: the products, of which each token is in `top_k` of `config.experts`.
+    """
+
+    name: str
+    experts: Experts
+
+
 class Decoder(Protocol):
     """A decoder over a paged KV cache. It holds weights and no state between calls.
 
@@ -87,6 +100,9 @@ class Decoder(Protocol):
 
     def linears(self) -> Iterator[LinearUse]:
         """Yield every linear layer, layer by layer; the output projection is the last."""
+
+    def experts(self) -> Iterator[ExpertsUse]:
+        """Yield the products of all mixtures of experts, layer by layer."""
 
     def kernels(self, cache_format: KVFormat | None = None) -> list[Variant]:
         """Return the kernels the model launches for any number of tokens, on its GPU or an H200.

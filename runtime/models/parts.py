@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, Protocol, Self, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 
 from ..jit.variant import Variant
 from .config_fields import UnsupportedModelError
+from .experts.products import Experts
 from .kinds import InputKind
 from .layers import Linear
 from .norms import Norm, NormConfig
@@ -27,12 +28,18 @@ DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of a checkpoint: its possible names, shapes and dtypes."""
+    """A tensor of a checkpoint: its possible names, shapes and dtypes.
+
+    With an `index` it is one entry of the first dimension of the stored tensor, whose `shapes`
+    these are. One that is `transposable` may be stored with its last two dimensions exchanged.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES
     required: bool = True
+    index: int | None = None
+    transposable: bool = False
 
     @property
     def name(self) -> str:
@@ -42,7 +49,7 @@ class TensorSpec:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the model uses."""
-        return self.shapes[0]
+        return self.shapes[0] if self.index is None else self.shapes[0][1:]
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,9 @@ class Module:
         column_units: likewise of columns.
         kept_rows, kept_columns: what a rank keeps; None is all.
         keeps_bias: whether a rank adds the bias.
+        stacked: how many modules of this shape the stored tensors hold, as of experts; 0: this one.
+        index: which of these it is; None is all of them.
+        transposable: whether a stacked weight may be stored [stacked, columns, rows].
     """
 
     name: str
@@ -70,11 +80,37 @@ class Module:
     kept_rows: slice | None = None
     kept_columns: slice | None = None
     keeps_bias: bool = True
+    stacked: int = 0
+    index: int | None = None
+    transposable: bool = False
+
+    def tensor(
+        self,
+        kinds: str | tuple[str, ...],
+        *shapes: tuple[int, ...],
+        dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES,
+        required: bool = True,
+    ) -> TensorSpec:
+        """Return a tensor of the module.
+
+        Args:
+            kinds: what it is called behind the module's name, such as "weight_scale": one name or
+                several. Stacked tensors may have no dot before it, and no "weight" at all.
+            shapes: that it may have, without the dimension of stacked modules.
+            dtypes: likewise.
+            required: whether a checkpoint must hold it.
+        """
+        kinds = (kinds,) if isinstance(kinds, str) else kinds
+        names = [f"{self.name}.{kind}" for kind in kinds]
+        if self.stacked:
+            names += [f"{self.name}_{kind}".replace("_weight", "", 1) for kind in kinds]
+            shapes = tuple((self.stacked, *shape) for shape in shapes)
+        return TensorSpec(tuple(names), shapes, dtypes, required, self.index)
 
     @property
     def bias(self) -> TensorSpec | None:
         """The bias, None where there is none."""
-        return TensorSpec((f"{self.name}.bias",), ((self.rows,),)) if self.has_bias else None
+        return self.tensor("bias", (self.rows,)) if self.has_bias else None
 
     @property
     def num_rows(self) -> int:
@@ -119,11 +155,18 @@ class Scheme(Protocol):
         Its results are of `out_dtype`, by default that of the model.
         """
 
+    def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
+        """Return what grouped products launch; see `Experts.kernels`."""
+
 
 AnyScheme = TypeVar("AnyScheme", bound=Scheme)
 
-# Maps a module's name, such as "model.layers.0.mlp.up_proj", to how it is stored.
-SchemeOf = Callable[[str], Scheme]
+
+class SchemeOf(Protocol):
+    """Maps a module to how it is stored."""
+
+    def __call__(self, *names: str) -> Scheme:
+        """Return it for a module that has these names, such as "model.layers.0.mlp.up_proj"."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +190,9 @@ class Loader(Protocol):
 
     def linear(self, part: LinearPart) -> Linear:
         """Return the layer of a part."""
+
+    def experts(self, part: ExpertsPart) -> Experts:
+        """Return the products of a part."""
 
     def input_factors(self, part: LinearPart) -> InputFactors | None:
         """Return what the stored weight of a layer needs its input multiplied by, None for 1."""
@@ -177,6 +223,14 @@ class Part(ABC):
     def build(self, loader: Loader) -> Any:
         """Return the part as the decoder uses it."""
 
+    def found_in(self, holds: Callable[[TensorSpec], bool]) -> Self:
+        """Return the part as a checkpoint stores it, of which `holds` knows the tensors."""
+        return self
+
+    def to_quantize(self) -> Iterator[Module]:
+        """Yield the linear modules that a quantiser may store in 8 bits, as they are stored."""
+        yield from ()
+
 
 @dataclass(frozen=True)
 class TensorPart(Part):
@@ -186,11 +240,13 @@ class TensorPart(Part):
         spec: of the stored tensor.
         divided: whether ranks divide its rows.
         kept_rows: what a rank keeps; None is all.
+        dtype: that it is loaded in; None is that of the model.
     """
 
     spec: TensorSpec
     divided: bool = False
     kept_rows: slice | None = None
+    dtype: torch.dtype | None = None
 
     def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
         """Yield the tensor."""
@@ -267,12 +323,15 @@ class LinearPart(Part):
         after: the field of the layer's parts that can take up factors of this layer's input: the
             norm in front, or the linear layer whose last rows give the input (up of [gate; up], v
             of [q; k; v]). None: there is none, or others read its results, too.
+        chooses: whether it is a router or a gate: its results are fp32, every rank keeps it whole,
+            and a quantiser leaves it as it is.
     """
 
     modules: tuple[Module, ...]
     kind: InputKind
     divide: Literal["rows", "columns"]
     after: str | None = None
+    chooses: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -291,8 +350,14 @@ class LinearPart(Part):
 
     def shard(self, rank: int, size: int) -> LinearPart:
         """Return a rank's rows or columns of every module."""
+        if self.chooses:
+            return self
         share = Module.share_of_rows if self.divide == "rows" else Module.share_of_columns
         return replace(self, modules=tuple(share(module, rank, size) for module in self.modules))
+
+    def to_quantize(self) -> Iterator[Module]:
+        """Yield the modules, but for those of a router or a gate."""
+        yield from () if self.chooses else self.modules
 
     def build(self, loader: Loader) -> Linear:
         """Return the layer."""
@@ -300,65 +365,112 @@ class LinearPart(Part):
 
 
 @dataclass(frozen=True)
-class DecoderLayout:
-    """The parts of a decoder.
+class ExpertsPart(Part):
+    """Linear modules of all experts of a layer, whose rows make one grouped product each.
 
     Args:
-        embedding: [vocab_size, hidden_size].
-        layers: a dataclass of parts for each layer, as the family declares it.
-        norm: of the last layer's output.
-        lm_head: the output projection; None where it shares the embedding's weight.
-        tied_output: the copy of the embedding that a file of such a model may hold.
+        modules: of each expert: gate_proj and up_proj, or down_proj.
+        together: the name that the same modules have where a tensor [experts, rows, columns] holds
+            those of all experts.
+        gated: whether they are gate and up, whose rows ranks divide; of down they divide columns.
+        transposable: whether these may be [experts, columns, rows] in 16 or 32 bits.
+        stacked: whether the checkpoint has the tensors of `together`.
     """
 
-    embedding: TensorPart
-    layers: tuple[Any, ...]
-    norm: NormPart
-    lm_head: LinearPart | None
-    tied_output: TensorPart | None = None
+    modules: tuple[tuple[Module, ...], ...]
+    together: str
+    gated: bool
+    transposable: bool = False
+    stacked: bool = False
 
-    def parts(self) -> Iterator[Part]:
-        """Yield every part, in the order in which the decoder uses them."""
-        yield from parts_of(self)
+    @property
+    def num_experts(self) -> int:
+        """How many products there are."""
+        return len(self.modules)
 
-    def linears(self) -> Iterator[LinearPart]:
-        """Yield every linear layer."""
-        return (part for part in self.parts() if isinstance(part, LinearPart))
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of each expert."""
+        first = self.modules[0]
+        return sum(module.num_rows for module in first), first[0].num_columns
+
+    def scheme(self, scheme_of: Callable[..., AnyScheme]) -> AnyScheme:
+        """Return how all the modules are stored.
+
+        Raises:
+            UnsupportedModelError: naming two that are stored in different ways.
+        """
+        first, *others = (module.name for expert in self.modules for module in expert)
+        scheme = scheme_of(first, self.together)
+        for name in others:
+            other = scheme_of(name, self.together)
+            if other != scheme:
+                raise UnsupportedModelError(
+                    f"{name}: got {other}, expected the scheme of {first}, {scheme}: experts of a "
+                    "layer are one grouped product"
+                )
+        return scheme
+
+    def stored(self) -> Iterator[Module]:
+        """Yield the modules in the order of their rows, each of which is read by itself."""
+        if not self.stacked:
+            for expert in self.modules:
+                yield from expert
+            return
+        whole = self._whole()
+        for index, expert in enumerate(self.modules):
+            if all(module.kept_rows is None for module in expert):
+                yield replace(whole, index=index, kept_columns=expert[0].kept_columns)
+                continue
+            first = 0
+            for module in expert:
+                kept = module.kept_rows or slice(0, module.rows)
+                rows = slice(first + kept.start, first + kept.stop)
+                yield replace(whole, index=index, kept_rows=rows)
+                first += module.rows
+
+    def to_quantize(self) -> Iterator[Module]:
+        """Yield the modules that tensors of the checkpoint hold: a stacked one is one."""
+        if self.stacked:
+            yield self._whole()
+        else:
+            yield from self.stored()
+
+    def _whole(self) -> Module:
+        """Return the module that holds all experts, stacked."""
+        first = self.modules[0]
+        rows = sum(module.rows for module in first)
+        return Module(
+            self.together,
+            rows,
+            first[0].columns,
+            stacked=self.num_experts,
+            transposable=self.transposable,
+        )
+
+    def found_in(self, holds: Callable[[TensorSpec], bool]) -> ExpertsPart:
+        """Return the part with `stacked` as the checkpoint has it."""
+        return replace(self, stacked=holds(self._whole().tensor("weight")))
 
     def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
-        """Yield every tensor of a checkpoint whose linear modules are stored so."""
-        for part in self.parts():
-            yield from part.tensors(scheme_of)
+        """Yield every tensor, expert by expert."""
+        scheme = self.scheme(scheme_of)
+        for module in self.to_quantize():
+            yield from scheme.tensors(module)
 
-    def shard(self, rank: int, size: int) -> DecoderLayout:
-        """Return the parts of one rank; see `Part.shard`."""
-        if size < 1 or not 0 <= rank < size:
-            raise ValueError(f"rank: got {rank} of {size}, expected 0 to size - 1")
-        found: DecoderLayout = shard(self, rank, size)
-        return found
+    def shard(self, rank: int, size: int) -> ExpertsPart:
+        """Return a rank's rows or columns of every expert."""
+        share = Module.share_of_rows if self.gated else Module.share_of_columns
+        return replace(
+            self,
+            modules=tuple(
+                tuple(share(module, rank, size) for module in expert) for expert in self.modules
+            ),
+        )
 
-
-def parts_of(node: Any) -> Iterator[Part]:
-    """Yield the parts within a dataclass, a tuple or None, in the order of its fields."""
-    if isinstance(node, Part):
-        yield node
-    elif isinstance(node, tuple):
-        for item in node:
-            yield from parts_of(item)
-    elif node is not None:
-        for field in fields(node):
-            yield from parts_of(getattr(node, field.name))
-
-
-def shard(node: Any, rank: int, size: int) -> Any:
-    """Return a dataclass, a tuple or None with each part within replaced by a rank's."""
-    if node is None:
-        return None
-    if isinstance(node, Part):
-        return node.shard(rank, size)
-    if isinstance(node, tuple):
-        return tuple(shard(item, rank, size) for item in node)
-    return replace(node, **{f.name: shard(getattr(node, f.name), rank, size) for f in fields(node)})
+    def build(self, loader: Loader) -> Experts:
+        """Return the products."""
+        return loader.experts(self)
 
 
 def _share(

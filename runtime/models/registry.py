@@ -14,7 +14,8 @@ from .config import ModelConfig
 from .config_fields import Fields, UnsupportedModelError
 from .decoder import Decoder
 from .kv_format import KVFormat
-from .parts import DecoderLayout, Loader
+from .layout import DecoderLayout
+from .parts import Loader
 from .required_kernels import model_kernels
 from .tower import Tower
 

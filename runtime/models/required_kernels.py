@@ -9,9 +9,12 @@ from ..ops.attention.append_kv_cuda import append_kernel
 from ..ops.attention.decode_cuda import decode_kernels
 from ..ops.attention.l2_partition import L2Probe
 from ..ops.attention.prefill_cuda import prefill_kernels
+from ..ops.common.device import KERNEL_NAMES
 from ..ops.embed import embed_kernel
 from ..ops.linear.precompile import precompile
 from ..ops.linear.quantize_cuda import input_kernel
+from ..ops.moe.combine_cuda import MoeCombine
+from ..ops.moe.route_cuda import MoeRoute
 from ..ops.sampling.process_logits import ProcessLogits
 from ..ops.sampling.sample_cuda import sample_kernel
 from ..ops.sampling.softcap import softcap_kernel
@@ -80,3 +83,12 @@ def kernels_with_norms(
     norm = input_kernel(config.norm.input_kind, config.dtype, config.dtype)
     known = model_kernels(config, cache_format=cache_format, batch_invariant=batch_invariant)
     return [norm, *known]
+
+
+def kernels_with_experts(
+    config: ModelConfig, *, cache_format: KVFormat | None = None, batch_invariant: bool = True
+) -> list[Variant]:
+    """Return `kernels_with_norms` and, for mixtures of experts, routing and the sum."""
+    known = kernels_with_norms(config, cache_format=cache_format, batch_invariant=batch_invariant)
+    results = KERNEL_NAMES[config.dtype]
+    return [MoeRoute(dtype=KERNEL_NAMES[torch.float32]), MoeCombine(dtype=results), *known]

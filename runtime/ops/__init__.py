@@ -57,15 +57,23 @@ from .linear.quantize_groups import (
     rms_norm_quantize_per_group,
     silu_mul_quantize_per_group,
 )
+from .moe.combine import Combined, moe_combine
+from .moe.moe_linear import moe_linear
+from .moe.packed_experts import PackedExperts, pack_experts
+from .moe.plan import MoePlan
+from .moe.route import moe_route
 from .sampling.process_logits import LogitsTables, process_logits
 from .sampling.sample import sample
 from .sampling.softcap import softcap
 from .sampling.token_logprobs import RowLogprobs, token_logprobs
 
 __all__ = [
+    "Combined",
     "L2Partition",
     "Logits",
     "LogitsTables",
+    "MoePlan",
+    "PackedExperts",
     "PackedWeight",
     "RowLogprobs",
     "activation",
@@ -84,6 +92,10 @@ __all__ = [
     "linear",
     "linear_logits",
     "merge_states",
+    "moe_combine",
+    "moe_linear",
+    "moe_route",
+    "pack_experts",
     "pack_weight",
     "paged_attention",
     "paged_attention_workspace",

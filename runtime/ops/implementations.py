@@ -16,6 +16,9 @@ from .linear.fused_cuda import FusedLinear
 from .linear.gemm_variants import GemmTiled
 from .linear.quantize_cuda import Quantize
 from .linear.w8a8_torch import operator_of
+from .moe.combine_cuda import MoeCombine
+from .moe.moe_linear_cuda import MoeLinear
+from .moe.route_cuda import MoeRoute
 from .sampling.process_logits import ProcessLogits
 from .sampling.sample_cuda import Sample
 from .sampling.softcap import Softcap
@@ -28,6 +31,8 @@ _FAMILIES: dict[str, type[Variant]] = {
     "attention, decode": AttentionDecode,
     "attention, prefill": AttentionPrefill,
     "merge_states": MergeStates,
+    "moe_route": MoeRoute,
+    "moe_combine": MoeCombine,
     "softcap": Softcap,
     "process_logits": ProcessLogits,
     "sample": Sample,
@@ -54,6 +59,8 @@ def implementations(capability: Capability, target: Target | None) -> dict[str, 
         found[f"{op}, 8-bit KV cache"] = found[op]
     has_gemm = GemmTiled.supports(capability)
     found["fp8_block_linear"] = kernel if has_gemm else "torch (mm of dequantised operands)"
+    has_experts = MoeLinear.supports(capability)
+    found["moe_linear"] = kernel if has_experts else "torch (bmm of each row's expert)"
     found["dynamic_w8a8_linear, one token"] = (
         kernel if FusedLinear.supports(capability) else "quantize, then w8a8_linear"
     )

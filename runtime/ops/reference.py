@@ -37,6 +37,7 @@ from .linear.reference_rows import (
     silu_mul_quantize_per_group,
     static_scales,
 )
+from .moe.reference import moe_combine, moe_linear, moe_route
 from .sampling.reference import sample, softcap
 from .sampling.reference_logits import process_logits, token_logprobs
 
@@ -56,6 +57,9 @@ __all__ = [
     "layer_norm_quantize_per_group",
     "linear",
     "merge_states",
+    "moe_combine",
+    "moe_linear",
+    "moe_route",
     "norm_and_rotate",
     "on_grid",
     "paged_attention",

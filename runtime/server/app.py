@@ -14,6 +14,7 @@ from .api import chat, completions, refused, state, tokens
 from .documents import JsonAnswer
 from .errors import ApiError, error_body
 from .gate import Gate
+from .page import routes as page
 from .service import Service
 
 _MOST_FAULTS = 8  # that one answer names
@@ -27,7 +28,7 @@ def create_app(service: Service) -> FastAPI:
     # No page of documentation: it would load scripts from elsewhere.
     app = FastAPI(title="Ostinato", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    for part in (state, completions, chat, tokens, refused):
+    for part in (state, completions, chat, tokens, refused, page):
         app.include_router(part.ROUTER)
     app.add_middleware(Gate, settings=service.settings, metrics=service.metrics)
     app.add_exception_handler(HTTPException, _http_error)

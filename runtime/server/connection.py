@@ -39,7 +39,11 @@ class LimitedConnection(HttpToolsProtocol):
         """Start to wait for the first head."""
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections: try again later")
+            self._refuse(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "too many connections: try again later",
+                "retry-after: 1\r\n",
+            )
         else:
             self._begin_head()
 
@@ -95,7 +99,7 @@ class LimitedConnection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self, status: HTTPStatus, message: str) -> None:
+    def _refuse(self, status: HTTPStatus, message: str, headers: str = "") -> None:
         self._end_head()
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()  # an answer is on its way, and no other fits in between
@@ -104,7 +108,7 @@ class LimitedConnection(HttpToolsProtocol):
         body = json.dumps(error_body(status, message)).encode()
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"content-length: {len(body)}\r\n{headers}connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.transport.close()

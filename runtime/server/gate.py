@@ -16,10 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .documents import json_bytes
 from .errors import ApiError, error_body
 from .metrics import Metrics
+from .page.routes import PATHS
 from .settings import Settings
 
 _LOG = logging.getLogger("ostinato.server")
-_OPEN = ("/health", "/ready")
+_OPEN = frozenset({"/health", "/ready"}) | PATHS
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 

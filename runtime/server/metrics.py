@@ -81,6 +81,7 @@ _ENGINE = (
     ("evicted_pages", True, "Pages of the KV cache kept for later prompts and given up."),
     ("preemptions", True, "Requests that gave way."),
     ("failed_requests", True, "Requests whose logits were NaN."),
+    ("requests_waiting", False, "Texts that wait for a slot or for pages."),
     ("kv_pages", False, "Pages of the KV cache."),
     ("kv_pages_free", False, "Pages that requests could take now."),
 )
@@ -105,6 +106,7 @@ class EngineNumbers:
             "evicted_pages": cache.evictions,
             "preemptions": stats.preemptions,
             "failed_requests": stats.failed_requests,
+            "requests_waiting": engine.waiting,
             "kv_pages": cache.usable_pages,
             "kv_pages_free": cache.free_pages,
         }

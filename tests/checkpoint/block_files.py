@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from hf_models import config_of, save, tensors_of
-from quantized_files import E4M3, FP32_NOISE, FakeQuantLinear
+from linear_experts import file_name, with_linear_experts
+from quantized_files import E4M3, FP32_NOISE, GATES, FakeQuantLinear
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
@@ -217,15 +218,19 @@ def write_blocks(
     change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
 ) -> BlockFile:
     """Quantise a model into a checkpoint folder; `change` may alter its tensors."""
+    plain = with_linear_experts(plain)
     tensors = tensors_of(plain)
     result = BlockFile(folder, plain, form)
     for name, linear in plain.named_modules():
         if isinstance(linear, nn.Linear) and not name.startswith(form.skipped):
+            if name.endswith(GATES):
+                continue
             codes, scales = _quantize(linear.weight.data, form)
             result.modules[name] = codes, scales
             stored = scales.to(form.scale_dtype)
             if form.four_dimensions:
                 stored = stored[:, None, :, None].contiguous()
+            name = file_name(plain, name)
             tensors |= {f"{name}.weight": codes, f"{name}.{form.suffix}": stored}
     change(tensors)
     config = config_of(plain)

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hf_experts import WITH_EXPERTS
+from hf_shapes import IDS, SHAPE, SLIDING_FIRST, TIED, TOKENS, rope
+from linear_experts import file_name
 from safetensors.torch import save_file
 from transformers import (
     ArceeConfig,
@@ -50,35 +53,15 @@ from transformers import (
     Qwen2VLConfig,
     Qwen3Config,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-
-TIED = {**SHAPE, "tie_word_embeddings": True}
-# Within the vocabulary, unlike the defaults of some families.
-IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-SLIDING_FIRST = ["sliding_attention", "full_attention"]
-
-# Longer than every window and every original context below, so that their effects show.
-TOKENS = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(40)]
-
-
-def rope(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": 10000.0, **fields}
-
+CORRECTION = "e_score_correction_bias"
 
 # Vision towers as small as they can be.
 QWEN_VISION: dict[str, Any] = {
@@ -356,6 +339,25 @@ MODELS: dict[str, PreTrainedConfig] = {
     "llava_onevision": LlavaOnevisionConfig(
         text_config=Qwen2Config(**TIED).to_dict(), vision_config=SIGLIP, tie_word_embeddings=True
     ),
+    **WITH_EXPERTS,
+    "qwen3_vl_moe": Qwen3VLMoeConfig(
+        text_config={
+            **SHAPE,
+            **IDS,
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "rope_parameters": rope("default", mrope_interleaved=True, **MROPE),
+        },
+        vision_config={
+            **QWEN_VISION,
+            "intermediate_size": 16,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    ),
 }
 
 
@@ -371,16 +373,27 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
         values = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
             values = mean + 0.2 * values
-        elif parameter.ndim == 2:
-            values *= 1.5 / parameter.shape[1] ** 0.5
+        elif parameter.ndim >= 2:
+            values *= 1.5 / parameter.shape[-1] ** 0.5
         parameter.data = values
+    for name, buffer in model.named_buffers():
+        if name.endswith(CORRECTION):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.tie_weights()
     return model
 
 
 def tensors_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Return the tensors a checkpoint of the model holds; tied weights are there once."""
-    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    if hasattr(model.config.get_text_config(), "num_experts_per_tok"):
+        state = revert_weight_conversion(model, state)  # experts one by one, under older names
+    tensors = {
+        file_name(model, name): tensor.to(
+            torch.float32 if name.endswith(CORRECTION) else dtype
+        ).contiguous()
+        for name, tensor in state.items()
+    }
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     return tensors

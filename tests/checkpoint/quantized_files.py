@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from hf_models import TOKENS, config_of, hf_logits, save, tensors_of
+from linear_experts import file_name, with_linear_experts
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -87,6 +88,9 @@ def compressed_tensors(
 
 # Where transformers puts the modules of other towers than the text tower.
 OTHER_TOWERS = ("model.visual", "model.vision_tower", "model.multi_modal_projector")
+
+# Which a quantiser leaves as they are.
+GATES = ("shared_expert_gate",)
 
 # Relative to a row's largest activation. What is seen after two layers is about 3e-7.
 FP32_NOISE = 1e-6
@@ -342,11 +346,14 @@ def write_quantized(
     folder: Path, plain: PreTrainedModel, form: Format, margins: Mapping[str, float] = MARGINS
 ) -> QuantizedFile:
     """Quantise a model into a checkpoint folder of the given format."""
+    plain = with_linear_experts(plain)
     ranges = observe(plain)
     tensors = tensors_of(plain)
     result = QuantizedFile(folder, form, plain)
     for name, linear in plain.named_modules():
         if not isinstance(linear, nn.Linear) or name.startswith((*form.skipped, *OTHER_TOWERS)):
+            continue
+        if name.endswith(GATES):
             continue
         module = quantize(linear.weight.data, form)
         child = name.rpartition(".")[2]
@@ -359,7 +366,7 @@ def write_quantized(
             else:
                 module.input_scale = torch.tensor([max(high, -low) / form.static_max])
         result.modules[name] = module
-        tensors.update(stored(name, module, form))
+        tensors.update(stored(file_name(plain, name), module, form))
     config = config_of(plain)
     if form.file == "config.json":
         config["quantization_config"] = form.config

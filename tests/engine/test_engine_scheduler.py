@@ -20,7 +20,9 @@ PAGE = 4
 TOKENIZER = byte_tokenizer()
 
 
-def make_scheduler(pages: int, max_batch: int = 4, chunk: int = 8) -> Scheduler:
+def make_scheduler(
+    pages: int, max_batch: int = 4, chunk: int = 8, unit: int | None = None
+) -> Scheduler:
     cache = PagedKVCache(
         num_layers=1,
         num_pages=pages + 1,
@@ -30,7 +32,7 @@ def make_scheduler(pages: int, max_batch: int = 4, chunk: int = 8) -> Scheduler:
         dtype=torch.float32,
         device="cpu",
     )
-    return Scheduler(cache, max_batch=max_batch, prefill_chunk=chunk)
+    return Scheduler(cache, max_batch=max_batch, prefill_chunk=chunk, sharing_unit=unit)
 
 
 def make_request(number: int, prompt: int, new_tokens: int, fill: int | None = None) -> Request:
@@ -157,6 +159,18 @@ def test_only_whole_chunks_of_a_prompt_are_shared() -> None:
         step(scheduler)
     scheduler.submit(make_request(2, prompt=16, new_tokens=1, fill=7))
     assert step(scheduler).prefilled == [(2, 8, 16)]
+
+
+def test_parts_of_chunks_are_shared_where_bits_allow_it() -> None:
+    scheduler = make_scheduler(pages=30, chunk=16, unit=8)
+    scheduler.submit(make_request(0, prompt=31, new_tokens=1, fill=7))
+    while not scheduler.idle:
+        step(scheduler)
+    scheduler.submit(make_request(1, prompt=40, new_tokens=1, fill=7))
+    # Further chunks begin at multiples of the chunk again.
+    assert step(scheduler).prefilled == [(1, 24, 32), (1, 32, 40)]
+    scheduler.submit(make_request(2, prompt=12, new_tokens=1, fill=7))
+    assert step(scheduler).prefilled == [(2, 8, 12)]
 
 
 def test_a_waiting_request_evicts_no_kept_prefix() -> None:

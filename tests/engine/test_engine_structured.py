@@ -278,7 +278,9 @@ def test_memory_of_grammars_is_beyond_that_of_libraries(monkeypatch: pytest.Monk
     monkeypatch.setattr(grammar_module, "_WORKER_BYTES", 64 << 20)
     compiler = GrammarCompiler(TOKENIZER, 257, [256])
     try:
-        assert Matcher(compiler.compile(StructuredOutput(regex="[0-9]"))).accept(TOKENIZER.encode("7").ids[0])
+        assert Matcher(compiler.compile(StructuredOutput(regex="[0-9]"))).accept(
+            TOKENIZER.encode("7").ids[0]
+        )
     finally:
         compiler.close()
 

@@ -80,6 +80,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": MIXED,
     "phi": {"hidden_act": "gelu_new"},
 }
+# All experts are chosen: near ties between them would make two right results differ.
+_EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 96}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 104},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 4},
+    "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 4},
+}
 
 
 def shape_of(family: str) -> dict[str, Any]:
@@ -90,7 +99,7 @@ def shape_of(family: str) -> dict[str, Any]:
         "eos_token_id": 2,
         "bos_token_id": 1,
         "tie_word_embeddings": False,
-        **FAMILIES[family],
+        **{**FAMILIES, **WITH_EXPERTS}[family],
     }
 
 
@@ -172,6 +181,11 @@ def inputs_of(n: int) -> dict[str, torch.Tensor]:
         *(("tiny", precision, fixed) for precision in ("int8", "fp8") for fixed in (True, False)),
         *((family, "int8", True) for family in FAMILIES),
         *((family, "bf16", True) for family in FAMILIES),
+        *(
+            (family, precision, True)
+            for family in WITH_EXPERTS
+            for precision in ("bf16", "int8", "fp8", "fp8-block")
+        ),
     ],
 )
 def test_greedy_tokens_are_the_references_in_every_bucket(
@@ -266,7 +280,7 @@ def test_tokens_do_not_depend_on_who_reads_the_logits(precision: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("logits", [True, False])
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-@pytest.mark.parametrize("family", ["tiny", *FAMILIES])
+@pytest.mark.parametrize("family", ["tiny", *FAMILIES, *WITH_EXPERTS])
 def test_a_step_with_an_8_bit_projection_consists_of_our_kernels(
     family: str, precision: str, logits: bool
 ) -> None:

@@ -31,7 +31,7 @@ from ostinato.models import (
     read_config,
     sequence_logits,
 )
-from ostinato.models.parts import shard
+from ostinato.models.layout import shard
 from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.linear.gemm_variants import GemmTiled

@@ -17,7 +17,8 @@ from ostinato.checkpoint.quantization import load_quantization
 from ostinato.checkpoint.reader import CheckpointReader
 from ostinato.checkpoint.storage.base import Target
 from ostinato.models import UnsupportedModelError, family_of
-from ostinato.models.parts import DecoderLayout, LinearPart
+from ostinato.models.layout import DecoderLayout
+from ostinato.models.parts import LinearPart
 
 # Whose vocabulary four ranks can divide, with biases everywhere.
 CONFIG = LlamaConfig(**{**SHAPE, "vocab_size": 60}, attention_bias=True, mlp_bias=True)

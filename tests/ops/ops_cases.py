@@ -138,6 +138,8 @@ class PagedCase:
                 scale = self._scale(shape) / (64 if cache_dtype is torch.int8 else 1)
                 if scale.ndim == 3:
                     scale[unused] = math.nan
+                    if self.layout == "strided":  # beside others, as in rows of one buffer
+                        scale = torch.stack([torch.full_like(scale, math.nan), scale], -1)[..., 1]
                 scales[name] = scale.to(device)
 
         fused = torch.randn(sum(q_lens), self.heads_q + 2 * self.heads_kv, self.dim)

@@ -95,6 +95,8 @@ def _post(body: bytes, *headers: str, length: int | None = None) -> bytes:
         (b'{"prompt": "a", "max_tokens": true}', "max_tokens"),
         (b'{"prompt": "a", "max_tokens": 1e400}', "max_tokens"),
         (b'{"prompt": "a", "max_tokens": 128}', "max_tokens"),
+        (b'{"prompt": "a", "max_completion_tokens": 0}', "max_completion_tokens"),
+        (b'{"prompt": "a", "max_completion_tokens": 128}', "max_completion_tokens"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
         (b'{"prompt": "a", "temperature": -1}', "temperature"),
         (b'{"prompt": "a", "temperature": 1e300}', "temperature"),
@@ -222,6 +224,7 @@ def test_too_many_connections_are_refused_in_words(strict: Client) -> None:
     try:
         answer = _raw(strict, b"")
         assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in answer
     finally:
         for connection in idle:
             connection.close()

@@ -4,52 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from ostinato.engine import Engine, SamplingParams
+from random_requests import params_of, random_fields, random_prompt
 from serving import JSON_HEAD, MODEL, TOKENIZER, Client, make_engine, make_service, serving, sse
 from tiny import tiny_llama
 
 PATH = "/v1/completions"
-
-
-def _fields(draw: random.Random) -> dict[str, Any]:
-    """Return random fields of a request, always with a seed."""
-    fields: dict[str, Any] = {
-        "max_tokens": draw.randint(1, 24),
-        "seed": draw.randrange(2**40),
-        "temperature": draw.choice([0, 0.7, 1.0, 1.5]),
-    }
-    optional: dict[str, Any] = {
-        "top_p": draw.choice([0.5, 0.95]),
-        "top_k": draw.choice([-1, 0, 5]),
-        "min_p": 0.05,
-        "repetition_penalty": 1.2,
-        "stop": draw.choice(["e", ["a", "xyz"]]),
-        "stop_token_ids": [draw.randrange(256)],
-        "ignore_eos": True,
-    }
-    fields |= {name: value for name, value in optional.items() if draw.random() < 0.3}
-    return fields
-
-
-def _params(fields: dict[str, Any]) -> SamplingParams:
-    """Return the same as the engine is asked for it."""
-    stop = fields.get("stop", [])
-    return SamplingParams(
-        **{
-            **fields,
-            "top_k": max(0, fields.get("top_k", 0)),
-            "stop": [stop] if isinstance(stop, str) else stop,
-        }
-    )
-
-
-def _prompt(draw: random.Random) -> str:
-    return "".join(draw.choice("abc é日\n") for _ in range(draw.randint(1, 40)))
 
 
 def _streamed(client: Client, body: dict[str, Any]) -> str:
@@ -70,7 +36,7 @@ def _leave(client: Client, body: dict[str, Any], after: int) -> None:
 
 def test_texts_equal_generate_under_load_and_cancels(client: Client, engine: Engine) -> None:
     draw = random.Random(1)
-    cases = [(_prompt(draw), _fields(draw)) for _ in range(60)]
+    cases = [(random_prompt(draw), random_fields(draw)) for _ in range(60)]
     kinds = [draw.choice(["whole", "stream", "stream", "leave"]) for _ in cases]
 
     def ask(at: int) -> str | None:
@@ -85,7 +51,7 @@ def test_texts_equal_generate_under_load_and_cancels(client: Client, engine: Eng
 
     with ThreadPoolExecutor(12) as pool:
         texts = list(pool.map(ask, range(len(cases))))
-    expected = engine.generate([p for p, _ in cases], [_params(f) for _, f in cases])
+    expected = engine.generate([p for p, _ in cases], [params_of(f) for _, f in cases])
     for at, text in enumerate(texts):
         if text is not None:
             assert text == expected[at].text, cases[at]
@@ -95,7 +61,7 @@ def test_texts_equal_generate_under_load_and_cancels(client: Client, engine: Eng
 @pytest.mark.gpu
 def test_texts_equal_generate_on_a_gpu() -> None:
     draw = random.Random(2)
-    cases = [(_prompt(draw), _fields(draw)) for _ in range(64)]
+    cases = [(random_prompt(draw), random_fields(draw)) for _ in range(64)]
     with (
         serving(make_service(lambda: make_engine(model=tiny_llama("cuda")))) as client,
         ThreadPoolExecutor(16) as pool,
@@ -105,7 +71,7 @@ def test_texts_equal_generate_on_a_gpu() -> None:
         )
         client.wait_idle()
     engine = make_engine(model=tiny_llama("cuda"))
-    expected = engine.generate([p for p, _ in cases], [_params(f) for _, f in cases])
+    expected = engine.generate([p for p, _ in cases], [params_of(f) for _, f in cases])
     assert texts == [completion.text for completion in expected]
 
 
@@ -165,6 +131,12 @@ def test_default_is_sixteen_tokens_but_the_context(client: Client) -> None:
     assert answer["usage"]["completion_tokens"] == 8
 
 
+def test_max_completion_tokens_counts_before_max_tokens(client: Client) -> None:
+    for fields, count in (({}, 3), ({"max_tokens": 9}, 3), ({"max_tokens": 2}, 3)):
+        answer = client.complete("abc", ignore_eos=True, max_completion_tokens=3, **fields)
+        assert answer["usage"]["completion_tokens"] == count
+
+
 def test_models_health_version_and_tokens(client: Client) -> None:
     status, models = client.get("/v1/models")
     assert (status, [model["id"] for model in models["data"]]) == (200, [MODEL])
@@ -206,6 +178,28 @@ def test_metrics_count_shared_prefixes_and_evictions() -> None:
         for letter in "bcde":
             client.complete(letter * 40, max_tokens=1)
         assert read("evicted_pages_total") > 0
+
+
+def test_shared_system_prompt_has_its_first_token_sooner() -> None:
+    model = tiny_llama(max_position_embeddings=4200)
+    options = {"model": model, "page_size": 16, "prefill_chunk": 512}
+    system = [(7 * at + at // 11 * 5) % 256 for at in range(4000)]
+    with serving(make_service(lambda: make_engine(**options))) as client:
+
+        def first_token(prompt: list[int]) -> float:
+            body = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True, "stream": True}
+            started = time.monotonic()
+            answer = client.send("POST", PATH, body)
+            next(sse(answer))
+            seconds = time.monotonic() - started
+            answer.read()
+            return seconds
+
+        first_token([1] * 600)  # what a first prompt finds out about the machine takes its time
+        cold = first_token([*system, *range(50)])
+        assert first_token([*system, *range(70, 130)]) <= 0.25 * cold
+        cache = client.service.engine.call(lambda engine: engine.cache).result(10)
+        assert cache.shared_tokens == 4000
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings", "/nothing"])

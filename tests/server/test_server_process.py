@@ -4,62 +4,21 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from ostinato.cli.main import main
+from server_process import KEY, TINY_LLAMA, free_port, serve_process
 
-MODEL = Path(__file__).parents[2] / "examples" / "tiny-llama"
 BODY = {"prompt": "Classes", "max_tokens": 60, "ignore_eos": True, "stream": True, "seed": 1}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@contextmanager
-def _serving(port: int, *flags: str, key: str = "key") -> Iterator[subprocess.Popen[bytes]]:
-    """Run the server until the block ends."""
-    command = [sys.executable, "-m", "ostinato", "serve", str(MODEL), "--port", str(port)]
-    process = subprocess.Popen(
-        [*command, "--device", "cpu", "--no-verify", *flags],
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OSTINATO_API_KEY": key},
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not _ready(port):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _ready(port: int) -> bool:
-    try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
 
 
 def _stream(port: int) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    headers = {"content-type": "application/json", "authorization": "Bearer key"}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
     connection.request("POST", "/v1/completions", json.dumps(BODY), headers)
     answer = connection.getresponse()
     assert answer.status == 200
@@ -68,16 +27,16 @@ def _stream(port: int) -> http.client.HTTPResponse:
 
 
 def test_sigkill_then_a_clean_start_then_sigterm_under_load() -> None:
-    port = _free_port()
+    port = free_port()
     flags = ["--served-model-name", "tiny", "--max-num-seqs", "4", "--max-model-len", "80"]
     flags += ["--cudagraph-capture-sizes", "4", "--gpu-memory-utilization", "0.5"]
-    with _serving(port, *flags) as process:
+    with serve_process(port, *flags) as process:
         answer = _stream(port)
         process.send_signal(signal.SIGKILL)
         assert process.wait(10) == -signal.SIGKILL
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             answer.read()
-    with _serving(port, *flags) as process:
+    with serve_process(port, *flags) as process:
         answers = [_stream(port) for _ in range(3)]
         process.send_signal(signal.SIGTERM)
         texts = [answer.read() for answer in answers]
@@ -110,7 +69,7 @@ def test_sigkill_then_a_clean_start_then_sigterm_under_load() -> None:
 def test_wrong_flags_are_named(
     flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", str(MODEL), "--device", "cpu", "--port", "0", *flags]) == 2
+    assert main(["serve", str(TINY_LLAMA), "--device", "cpu", "--port", "0", *flags]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -121,7 +80,7 @@ def test_missing_extra_is_named(
     for name in [name for name in sys.modules if name.startswith("ostinato.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    assert main([command[0], str(MODEL), *command[1:]]) == 2
+    assert main([command[0], str(TINY_LLAMA), *command[1:]]) == 2
     assert "pip install 'ostinato[serve]'" in capsys.readouterr().err
 
 
@@ -130,5 +89,5 @@ def test_port_in_use_is_found_before_the_model_is_loaded(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve", str(MODEL), "--port", port]) == 2
+        assert main(["serve", str(TINY_LLAMA), "--port", port]) == 2
     assert "in use" in capsys.readouterr().err

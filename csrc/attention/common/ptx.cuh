@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/async_copy.cuh"
 #include "common/mbarrier.cuh"
 
 namespace ostinato {
@@ -25,31 +26,6 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) {
   const float series = x * fmaf(square, fmaf(square, 2.0f / 15, -1.0f / 3), 1.0f);
   const float power = power_of_2(kTwoLog2E * x);
   return fabsf(x) < kNear ? series : 1.0f - __fdividef(2.0f, 1.0f + power);
-}
-
-// Elects one lane of the warp, the same every time. (The compiler issues TMA instructions without a
-// loop over lanes only if it knows that one lane runs; it recognises elect.sync.)
-__device__ __forceinline__ bool elect_lane() {
-  uint32_t elected;
-  asm volatile(
-      "{\n"
-      ".reg .pred elected;\n"
-      "elect.sync _|elected, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, elected;\n"
-      "}"
-      : "=r"(elected));
-  return elected != 0;
-}
-
-// Copies 16 bytes from global memory to a shared-memory address, by one thread.
-__device__ __forceinline__ void copy_vector(uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
-// Arrives at the barrier once this thread's earlier cp.async copies have completed.
-__device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
 }
 
 // sums += rows · columnsᵀ, 16 rows and 8 columns of 16 elements, by a warp (PTX ISA,

@@ -5,16 +5,12 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/alignment.h"
 #include "common/sizes.cuh"
 #include "config.cuh"
 #include "cutlass/fast_math.h"
 
 namespace ostinato::tiled {
-
-// Whether TMA and 16-byte vectors can address every row.
-inline bool aligned(const void* pointer, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 16 == 0;
-}
 
 // The launch plan, computed on the host. A tile may be smaller than the compiled one: the MMA then
 // multiplies arbitrary data behind it in shared memory, and those results are discarded.

@@ -10,12 +10,9 @@ import torch
 
 _REPLAYS = 5
 
-# The four products of a layer, in their order from one attention to the next, and what else reads
-# weights or the cache: they have names of their own below.
-PRODUCTS = ("o", "gate_up", "down", "qkv")
-LM_HEAD = "lm_head"
 ATTENTION = "attention"
 _PRODUCT_KERNELS = {"tiled_gemm", "small_m_gemm", "fused_linear"}
+_EXPERTS_KERNEL = "moe_linear"
 _ATTENTION_KERNEL = "paged_decode"
 # What `run` stages inputs that are on the device with, before the graph: torch._foreach_copy_.
 _STAGING_KERNEL = "multi_tensor_apply_kernel"
@@ -87,7 +84,9 @@ def short_name(name: str) -> str:
     return plain.partition("(")[0].partition("<")[0].rpartition("::")[2]
 
 
-def sites_of(names: Sequence[str], layers: int) -> list[str]:
+def sites_of(
+    names: Sequence[str], layers: int, linears: Sequence[str], experts: Sequence[str] = ()
+) -> list[str]:
     """Return what each kernel of a decode step of ours does, by the order of their launches.
 
     Products, attention and the staging of inputs, which is no part of the graph, have names of
@@ -97,21 +96,29 @@ def sites_of(names: Sequence[str], layers: int) -> list[str]:
     Args:
         names: of the kernels and copies of one step, in order (`short_name`).
         layers: of the model.
+        linears: the names of its linear layers, in order; the last is the output projection.
+        experts: likewise of its grouped products.
     """
     products = [index for index, name in enumerate(names) if name in _PRODUCT_KERNELS]
+    grouped = [index for index, name in enumerate(names) if name == _EXPERTS_KERNEL]
     attentions = [index for index, name in enumerate(names) if name == _ATTENTION_KERNEL]
     # The output projection may be another library's.
-    if len(attentions) != layers or len(products) - 4 * layers not in (0, 1):
+    if len(attentions) != layers or len(linears) - len(products) not in (0, 1):
+        return list(names)
+    if len(grouped) != len(experts):
         return list(names)
     sites = list(names)
     for index in attentions:
         sites[index] = ATTENTION
-    order = ("qkv", *PRODUCTS * layers)[: 4 * layers]
-    for index, site in zip(products, (*order, LM_HEAD), strict=False):
+    for index, site in (
+        *zip(products, linears, strict=False),
+        *zip(grouped, experts, strict=True),
+    ):
         sites[index] = site
+    named = {*products, *grouped, *attentions}
     following = ""
     for index in reversed(range(len(sites))):
-        if index in products or index in attentions:
+        if index in named:
             following = sites[index]
         elif names[index] == _STAGING_KERNEL:
             sites[index] = _STAGING

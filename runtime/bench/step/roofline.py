@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ...models import Decoder, KVFormat, Linear
-from .breakdown import ATTENTION, LM_HEAD, PRODUCTS
-from .work import attention_flops, kv_bytes
+from ...models.experts.config import ExpertsConfig
+from ...models.experts.products import Experts
+from .breakdown import ATTENTION
+from .work import attention_flops, expected_experts, kv_bytes
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,15 @@ def kernel_rooflines(
         By the names of `breakdown.sites_of`; attention is the mean of the layers.
     """
     layers = model.config.num_layers
-    first: dict[str, Linear] = {}
+    kernels: dict[str, tuple[int, RooflineTime]] = {}
     for use in model.linears():
-        first.setdefault(use.name, use.linear)
-    kernels = {name: (layers, _product(first[name], batch, roofline)) for name in PRODUCTS}
-    kernels[LM_HEAD] = (1, _product(first["lm_head"], batch, roofline))
+        count, _ = kernels.get(use.name, (0, None))
+        kernels[use.name] = (count + 1, _product(use.linear, batch, roofline))
+    config = model.config.experts
+    for grouped in model.experts():
+        assert config is not None, "a layer has experts"
+        count, _ = kernels.get(grouped.name, (0, None))
+        kernels[grouped.name] = (count + 1, _grouped(grouped.experts, config, batch, roofline))
     num_bytes = kv_bytes(model.config, batch, context, cache_format) / layers
     flops = attention_flops(model.config, batch, context) / layers
     seconds = max(num_bytes / roofline.bytes_s, flops / roofline.flop_s[2])
@@ -93,8 +99,21 @@ def step_roofline(kernels: Mapping[str, tuple[int, RooflineTime]]) -> float:
 
 def _product(linear: Linear, batch: int, roofline: Roofline) -> RooflineTime:
     n, k = linear.shape
-    width = linear.weight_dtype.itemsize
-    num_bytes = n * k * width
+    return _time(n * k, batch * n * k, linear.weight_dtype.itemsize, roofline)
+
+
+def _grouped(
+    experts: Experts, config: ExpertsConfig, batch: int, roofline: Roofline
+) -> RooflineTime:
+    """Return the roofline of the products of a layer's experts, chosen evenly at random."""
+    n, k = experts.shape
+    width = experts.weight_dtype.itemsize
+    rows = batch * config.top_k
+    return _time(expected_experts(config, batch) * n * k, rows * n * k, width, roofline)
+
+
+def _time(weights: float, products: int, width: int, roofline: Roofline) -> RooflineTime:
+    num_bytes = weights * width
     # fp32 weights multiply as two bf16 numbers at best; no model here has them on a GPU.
     flop_s = roofline.flop_s[min(width, 2)]
-    return RooflineTime(max(num_bytes / roofline.bytes_s, 2 * batch * n * k / flop_s), num_bytes)
+    return RooflineTime(max(num_bytes / roofline.bytes_s, 2 * products / flop_s), num_bytes)

@@ -214,7 +214,7 @@ def _time_context(model: Decoder, name: str, plan: StepPlan, context: int) -> It
                 case,
                 impl,
                 seconds=statistics.median(times),
-                num_bytes=weight_bytes(model)
+                num_bytes=weight_bytes(model, batch)
                 + kv_bytes(model.config, batch, context, cache_format),
                 flops=step_flops(model, batch, context),
             )
@@ -224,7 +224,12 @@ def _time_context(model: Decoder, name: str, plan: StepPlan, context: int) -> It
                 yield StepResult(batch, row)
                 continue
             runs = trace(replay)
-            sites = sites_of([span.name for span in runs[0]], model.config.num_layers)
+            sites = sites_of(
+                [span.name for span in runs[0]],
+                model.config.num_layers,
+                [use.name for use in model.linears()],
+                [use.name for use in model.experts()],
+            )
             yield StepResult(batch, row, kernel_rows(row, runs, sites, rooflines), runs[-1], sites)
 
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from ...models import Decoder, KVFormat, ModelConfig
+from ...models.experts.config import ExpertsConfig
 
 
-def weight_bytes(model: Decoder) -> int:
-    """Bytes of the weights that one step reads: not the tables of which it gathers a few rows."""
+def weight_bytes(model: Decoder, batch: int) -> int:
+    """Bytes of the weights that one step reads.
+
+    Not the tables of which it gathers a few rows, and of a layer's experts as many as
+    `expected_experts` says of a batch.
+    """
     tables = model.tables()
-    return sum(
+    every = sum(
         tensor.nbytes for tensor in model.tensors() if not any(tensor is table for table in tables)
     )
+    config = model.config.experts
+    if config is None:
+        return every
+    of_experts = sum(tensor.nbytes for use in model.experts() for tensor in use.experts.tensors())
+    left = 1 - expected_experts(config, batch) / config.num_experts
+    return every - round(left * of_experts)
 
 
 def kv_bytes(
@@ -38,9 +49,23 @@ def prompt_flops(model: Decoder, batch: int, prompt: int) -> int:
 
 
 def _weights(model: Decoder) -> tuple[int, int]:
-    """Return how many weights the layers have, and the output projection."""
+    """Return how many weights of the layers a token is multiplied by, and of the output projection.
+
+    Of a mixture of experts these are the weights of the token's own.
+    """
     *layers, head = (n * k for n, k in (use.linear.shape for use in model.linears()))
-    return sum(layers), head
+    top_k = model.config.experts.top_k if model.config.experts is not None else 0
+    of_experts = sum(n * k for n, k in (use.experts.shape for use in model.experts()))
+    return sum(layers) + top_k * of_experts, head
+
+
+def expected_experts(config: ExpertsConfig, tokens: int) -> float:
+    """Return how many experts of a layer tokens go to, on average, that choose evenly at random.
+
+    A step reads the weights of these alone.
+    """
+    missed = (1 - config.top_k / config.num_experts) ** tokens
+    return config.num_experts * (1 - missed)
 
 
 def attention_flops(config: ModelConfig, batch: int, context: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...models import KVScales
-from ...models.parts import DecoderLayout
+from ...models.layout import DecoderLayout
 from .smooth import Smoothing, value_rows
 
 # What the largest magnitude is divided by, as in compressed-tensors: half of the grid's range.

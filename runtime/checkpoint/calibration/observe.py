@@ -19,7 +19,8 @@ from ...models import (
     compile_kernels,
     family_of,
 )
-from ...models.parts import DecoderLayout, LinearPart
+from ...models.layout import DecoderLayout
+from ...models.parts import LinearPart
 from ...models.scoring import sequence_inputs
 from ..files import open_regular
 from ..format import StoredSchemeOf

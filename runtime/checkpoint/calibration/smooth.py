@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ...models.parts import DecoderLayout, LinearPart, Module, NormPart
+from ...models.layout import DecoderLayout
+from ...models.parts import LinearPart, Module, NormPart
 
 
 @dataclass

@@ -8,9 +8,11 @@ from typing import Protocol
 
 import torch
 
+from ...jit.variant import Variant
+from ...models.experts.products import Experts
 from ...models.layers import Linear
-from ...models.parts import Module, Scheme, TensorSpec
-from ..errors import CheckpointError
+from ...models.parts import ExpertsPart, Module, Scheme, TensorSpec
+from ..errors import CheckpointError, UnsupportedCheckpointError
 from ..finite import is_finite
 from ..reader import CheckpointReader, require_finite
 
@@ -50,6 +52,26 @@ class StoredScheme(Scheme, Protocol):
         Raises:
             CheckpointError: naming the file and the tensor, for values that are no numbers.
         """
+
+    def build_experts(self, reader: CheckpointReader, part: ExpertsPart, target: Target) -> Experts:
+        """Return the grouped products of a part.
+
+        Raises:
+            CheckpointError: as `build`.
+            UnsupportedCheckpointError: where experts cannot be stored so.
+        """
+        raise UnsupportedCheckpointError(
+            f"{part.together}: got {self}, expected experts in a scheme that has grouped products"
+        )
+
+    def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
+        """Return what grouped products launch; see `Experts.kernels`.
+
+        Args:
+            dtype: of the model.
+            out_dtype: of results.
+        """
+        return []
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...jit.variant import Variant
+from ...models.experts.products import DenseExperts, experts_kernels
 from ...models.kinds import InputKind
 from ...models.layers import DenseLinear, dense_kernels
-from ...models.parts import Module, TensorSpec
+from ...models.parts import ExpertsPart, Module, TensorSpec
 from ..reader import CheckpointReader
 from .base import StoredScheme, Target, biases, stack, weight_of
 
@@ -25,7 +26,10 @@ class DenseScheme(StoredScheme):
 
     def weight(self, module: Module) -> TensorSpec:
         """Return the weight of a module."""
-        return TensorSpec((f"{module.name}.weight",), ((module.rows, module.columns),))
+        shape = (module.rows, module.columns)
+        if not module.transposable:
+            return module.tensor("weight", shape)
+        return replace(module.tensor("weight", shape, shape[::-1]), transposable=True)
 
     def tensors(self, module: Module) -> Iterator[TensorSpec]:
         """Yield weight and bias."""
@@ -52,6 +56,17 @@ class DenseScheme(StoredScheme):
         """Return the layer in the target's dtype."""
         bias = biases(reader, modules, target)
         return DenseLinear(self.plain(reader, modules, target), bias, target.results)
+
+    def build_experts(
+        self, reader: CheckpointReader, part: ExpertsPart, target: Target
+    ) -> DenseExperts:
+        """Return the grouped products in the target's dtype."""
+        weight = self.plain(reader, tuple(part.stored()), target)
+        return DenseExperts(weight.view(part.num_experts, *part.shape), part.gated)
+
+    def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
+        """Return what the products launch."""
+        return experts_kernels(dtype, dtype, out_dtype)
 
     def plain(
         self, reader: CheckpointReader, modules: Sequence[Module], target: Target

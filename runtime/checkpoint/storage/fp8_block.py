@@ -11,8 +11,9 @@ import torch
 from ... import ops
 from ...jit.variant import Variant
 from ...models.block_linear import BlockFP8Linear
+from ...models.experts.products import BlockFP8Experts, experts_kernels
 from ...models.kinds import InputKind
-from ...models.parts import Module, TensorSpec
+from ...models.parts import ExpertsPart, Module, TensorSpec
 from ...ops.common.sizes import ceil_div
 from ...ops.linear.precompile import block_kernels
 from ..errors import UnsupportedCheckpointError
@@ -42,16 +43,15 @@ class FP8BlockScheme(StoredScheme):
 
     def weight(self, module: Module) -> TensorSpec:
         """Return the weight [rows, columns]."""
-        shape = (module.rows, module.columns)
-        return TensorSpec((f"{module.name}.weight",), (shape,), (self.dtype,))
+        return module.tensor("weight", (module.rows, module.columns), dtypes=(self.dtype,))
 
     def weight_scale(self, module: Module) -> TensorSpec:
         """Return the scale of each block."""
         rows, columns = ceil_div(module.rows, BLOCK), ceil_div(module.columns, BLOCK)
         # The first spelling is that of DeepSeek and transformers; both are factors, not divisors.
-        names = (f"{module.name}.weight_scale_inv", f"{module.name}.weight_scale")
+        names = ("weight_scale_inv", "weight_scale")
         # The second shape is that of ModelOpt.
-        return TensorSpec(names, ((rows, columns), (rows, 1, columns, 1)))
+        return module.tensor(names, (rows, columns), (rows, 1, columns, 1))
 
     def tensors(self, module: Module) -> Iterator[TensorSpec]:
         """Yield every tensor of the module; the weight is the first."""
@@ -92,20 +92,46 @@ class FP8BlockScheme(StoredScheme):
         bias = biases(reader, modules, target)
         weights = [weight_of(module, self.weight(module)) for module in modules]
         weight = stack(reader, weights, self.dtype, target.device)
-        blocks = [self._blocks(reader, module) for module in modules]
-        try:
-            scale = ops.channel_scales(blocks)
-        except ValueError as error:
-            names = ", ".join(module.name for module in modules)
-            raise UnsupportedCheckpointError(f"{names}: {error}") from error
         return BlockFP8Linear(
             weight=weight,
-            weight_scale=scale.to(target.device),
+            weight_scale=self._scales(reader, modules).to(target.device),
             out_dtype=target.results,
             bias=bias,
             power_of_two=self.power_of_two,
             batch_invariant=target.batch_invariant,
         )
+
+    def build_experts(
+        self, reader: CheckpointReader, part: ExpertsPart, target: Target
+    ) -> BlockFP8Experts:
+        """Return the grouped products; the rows of each module keep their blocks."""
+        modules = tuple(part.stored())
+        weights = [weight_of(module, self.weight(module)) for module in modules]
+        weight = stack(reader, weights, self.dtype, target.device)
+        each = len(modules) // part.num_experts
+        scales = [
+            self._scales(reader, modules[first : first + each])
+            for first in range(0, len(modules), each)
+        ]
+        return BlockFP8Experts(
+            weight=weight.view(part.num_experts, *part.shape),
+            gated=part.gated,
+            weight_scale=torch.stack(scales).to(target.device),
+            out_dtype=target.results,
+            power_of_two=self.power_of_two,
+        )
+
+    def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
+        """Return what the products launch."""
+        return experts_kernels(self.dtype, dtype, out_dtype, in_blocks=True)
+
+    def _scales(self, reader: CheckpointReader, modules: Sequence[Module]) -> torch.Tensor:
+        """Return the scales of a product's channels; see `ops.channel_scales`."""
+        try:
+            return ops.channel_scales([self._blocks(reader, module) for module in modules])
+        except ValueError as error:
+            names = ", ".join(module.name for module in modules)
+            raise UnsupportedCheckpointError(f"{names}: {error}") from error
 
     def _blocks(self, reader: CheckpointReader, module: Module) -> tuple[torch.Tensor, slice]:
         """Return the scales of the blocks of all rows and the kept columns, and the kept rows."""

@@ -9,10 +9,12 @@ import torch
 
 from ...jit.variant import Variant
 from ...models.asymmetric_linear import AsymmetricLinear
+from ...models.experts.products import W8A8Experts, experts_kernels
 from ...models.kinds import InputKind
 from ...models.layers import W8A8Linear
-from ...models.parts import Module, TensorSpec
+from ...models.parts import ExpertsPart, Module, TensorSpec
 from ...ops.linear.precompile import layer_kernels
+from ..errors import UnsupportedCheckpointError
 from ..reader import CheckpointReader
 from ..scales import merge_asymmetric, read_scale, read_zero_point, require_zero
 from .base import StoredScheme, Target, biases, stack, weight_of
@@ -36,24 +38,30 @@ class W8A8Scheme(StoredScheme):
     static_input: bool
     symmetric_input: bool = True
 
+    def __str__(self) -> str:
+        """Return what messages say of it."""
+        kind = "INT8" if self.dtype is torch.int8 else "FP8"
+        weights = "row" if self.per_channel else "tensor"
+        inputs = "fixed scales" if self.static_input else "a scale per token"
+        zero_points = "" if self.symmetric_input else " and zero points"
+        return f"{kind} with a scale per {weights}, activations with {inputs}{zero_points}"
+
     def weight(self, module: Module) -> TensorSpec:
         """Return the weight [rows, columns]."""
-        shape = (module.rows, module.columns)
-        return TensorSpec((f"{module.name}.weight",), (shape,), (self.dtype,))
+        return module.tensor("weight", (module.rows, module.columns), dtypes=(self.dtype,))
 
     def weight_scale(self, module: Module) -> TensorSpec:
         """Return the scale of each row, or of the tensor."""
         per_channel = ((module.rows, 1), (module.rows,))
         # The second spelling is that of transformers' own FP8; both are factors, not divisors.
-        names = (f"{module.name}.weight_scale", f"{module.name}.weight_scale_inv")
-        return TensorSpec(names, per_channel if self.per_channel else _SCALAR_SHAPES)
+        names = ("weight_scale", "weight_scale_inv")
+        return module.tensor(names, *(per_channel if self.per_channel else _SCALAR_SHAPES))
 
     def input_scale(self, module: Module) -> TensorSpec | None:
         """Return the scale of activations, None where they are quantised per token."""
         if not self.static_input:
             return None
-        names = (f"{module.name}.input_scale", f"{module.name}.activation_scale")
-        return TensorSpec(names, _SCALAR_SHAPES)
+        return module.tensor(("input_scale", "activation_scale"), *_SCALAR_SHAPES)
 
     def input_zero_point(self, module: Module) -> TensorSpec | None:
         """Return the zero point of activations, None where the file has none."""
@@ -108,18 +116,13 @@ class W8A8Scheme(StoredScheme):
         self, reader: CheckpointReader, modules: Sequence[Module], target: Target
     ) -> W8A8Linear:
         """Return the layer: each row keeps its scale; inputs get one scale that serves all."""
-        for module in modules:
-            for spec in self.unused_zero_points(module):
-                require_zero(reader, spec)
+        weight, weight_scale = self._weight(reader, modules, target.device)
         bias = biases(reader, modules, target)
-        weights = [weight_of(module, self.weight(module)) for module in modules]
-        weight = stack(reader, weights, self.dtype, target.device)
         input_scale, zero_point = self._input_quantization(reader, modules, target.device)
-        scales = [self._row_scales(reader, module) for module in modules]
         layer = AsymmetricLinear if self._has_zero_points else W8A8Linear
         return layer(
             weight=weight,
-            weight_scale=torch.cat(scales).to(target.device),
+            weight_scale=weight_scale,
             out_dtype=target.results,
             bias=bias,
             input_scale=input_scale,
@@ -127,6 +130,42 @@ class W8A8Scheme(StoredScheme):
             weight_sum=None if zero_point is None else weight.sum(1, dtype=torch.int32),
             batch_invariant=target.batch_invariant,
         )
+
+    def build_experts(
+        self, reader: CheckpointReader, part: ExpertsPart, target: Target
+    ) -> W8A8Experts:
+        """Return the grouped products: each row keeps its scale; inputs get one that serves all."""
+        if not self.symmetric_input:
+            raise UnsupportedCheckpointError(
+                f"{part.together}: got activations with zero points, expected symmetric ones of "
+                "experts"
+            )
+        modules = tuple(part.stored())
+        weight, weight_scale = self._weight(reader, modules, target.device)
+        input_scale, _ = self._input_quantization(reader, modules, target.device)
+        return W8A8Experts(
+            weight=weight.view(part.num_experts, *part.shape),
+            gated=part.gated,
+            weight_scale=weight_scale.view(part.num_experts, -1),
+            out_dtype=target.results,
+            input_scale=input_scale,
+        )
+
+    def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
+        """Return what the products launch."""
+        return experts_kernels(self.dtype, dtype, out_dtype)
+
+    def _weight(
+        self, reader: CheckpointReader, modules: Sequence[Module], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of all modules, and the scale of each row."""
+        for module in modules:
+            for spec in self.unused_zero_points(module):
+                require_zero(reader, spec)
+        weights = [weight_of(module, self.weight(module)) for module in modules]
+        weight = stack(reader, weights, self.dtype, device)
+        scales = [self._row_scales(reader, module) for module in modules]
+        return weight, torch.cat(scales).to(device)
 
     @property
     def _has_zero_points(self) -> bool:
@@ -162,4 +201,4 @@ class W8A8Scheme(StoredScheme):
 def _zero_point(
     module: Module, suffix: str, shapes: tuple[tuple[int, ...], ...], *, required: bool
 ) -> TensorSpec:
-    return TensorSpec((f"{module.name}.{suffix}",), shapes, _ZERO_POINT_DTYPES, required)
+    return module.tensor(suffix, *shapes, dtypes=_ZERO_POINT_DTYPES, required=required)

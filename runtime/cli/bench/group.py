@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..command import Command, Parser
-from . import burst, cpu, decode, engine, gemm, graphs, prefill, serve, step
+from . import burst, cpu, decode, engine, gemm, graphs, moe, prefill, serve, step
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -27,6 +27,7 @@ def _parser() -> Parser:
     engine.add_parser(sections)
     gemm.add_parser(sections)
     graphs.add_parser(sections)
+    moe.add_parser(sections)
     prefill.add_parser(sections)
     serve.add_parser(sections)
     step.add_parser(sections)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import FULL, SLIDING, ModelConfig, layer_types, read_rope, standard_config
 from ..config_fields import Fields
-from ..parts import DecoderLayout
+from ..layout import DecoderLayout
 from ..registry import Family, register
 from ..required_kernels import kernels_with_norms
 from ..rope import RopeConfig

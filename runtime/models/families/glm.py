@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ..config import ModelConfig, full_attention, same_rope, standard_config
 from ..config_fields import Fields
-from ..parts import DecoderLayout, Module
+from ..layout import DecoderLayout
+from ..parts import Module
 from ..registry import Family, register
 from .llama import LayerParts, Llama, layer_parts, layout_of
 

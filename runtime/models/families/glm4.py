@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config import ModelConfig
-from ..parts import DecoderLayout
+from ..layout import DecoderLayout
 from ..registry import Family, register
 from ..required_kernels import kernels_with_norms
 from .glm import DEFAULTS, glm_config, glm_parts

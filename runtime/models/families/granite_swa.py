@@ -14,7 +14,8 @@ from ..config import (
     windows_of_kinds,
 )
 from ..config_fields import Fields
-from ..parts import DecoderLayout, TensorPart, TensorSpec
+from ..layout import DecoderLayout
+from ..parts import TensorPart, TensorSpec
 from ..registry import Family, register
 from ..rope import RopeConfig
 from .granite import with_multipliers

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import LLAMA_IDS, ModelConfig, full_attention, same_rope, standard_config
 from ..config_fields import Fields
-from ..parts import DecoderLayout
+from ..layout import DecoderLayout
 from ..registry import Family, register
 from .llama import LayerParts, Llama, layer_parts, layout_of, norm_part
 

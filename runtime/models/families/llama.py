@@ -15,14 +15,15 @@ from ..attention import Attention, HeadNorms
 from ..cache import PagedKVCache
 from ..config import LLAMA_IDS, ModelConfig, full_attention, standard_config
 from ..config_fields import Fields
-from ..decoder import AttentionInputs, Decoder, LinearUse, SeenRows
+from ..decoder import AttentionInputs, Decoder, ExpertsUse, LinearUse, SeenRows
 from ..folding import build
 from ..kinds import InputKind
 from ..kv_format import KVFormat, kv_format
 from ..kv_scales import KVScales
 from ..layers import Linear, Sampling, tensors_of
+from ..layout import DecoderLayout
 from ..norms import Norm
-from ..parts import DecoderLayout, LinearPart, Loader, Module, NormPart, TensorPart, TensorSpec
+from ..parts import LinearPart, Loader, Module, NormPart, TensorPart, TensorSpec
 from ..registry import Family, family_of, register
 
 # What takes up factors of the input of each linear layer; see `LinearPart.after`.
@@ -38,8 +39,9 @@ _FOLDED_INTO = {
 class DecoderLayer:
     """Weights of one layer. `qkv` rows are [q; k; v], `gate_up` rows [gate; up], or [up] alone.
 
-    What some families have, None in the others: norms of each head of q and k, attention sinks
-    [num_heads] (in fp32, as attention reads them), norms of what attention and MLP return.
+    What some families have, None in the others: norms of each head of q and k, or of all heads of q
+    [q_size] and of k [kv_size], attention sinks [num_heads] (in fp32, as attention reads them),
+    norms of what attention and MLP return.
     """
 
     input_norm: Norm
@@ -53,6 +55,8 @@ class DecoderLayer:
     sinks: torch.Tensor | None = None
     attention_output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
+    all_q_norm: Norm | None = None
+    all_k_norm: Norm | None = None
 
     def __post_init__(self) -> None:
         if self.sinks is not None:
@@ -84,6 +88,8 @@ class LayerParts:
     sinks: TensorPart | None = None
     attention_output_norm: NormPart | None = None
     mlp_output_norm: NormPart | None = None
+    all_q_norm: NormPart | None = None
+    all_k_norm: NormPart | None = None
 
 
 class Llama(Decoder):
@@ -198,9 +204,16 @@ class Llama(Decoder):
 
     def linears(self) -> Iterator[LinearUse]:
         for layer in self.layers:
-            for name, kind in self.input_kinds(self.config).items():
-                yield LinearUse(name, kind, getattr(layer, name))
+            yield from self._layer_linears(layer)
         yield LinearUse("lm_head", self.config.norm.input_kind, self.lm_head)
+
+    def experts(self) -> Iterator[ExpertsUse]:
+        yield from ()
+
+    def _layer_linears(self, layer: Any) -> Iterator[LinearUse]:
+        """Yield the linear layers of one decoder layer."""
+        for name, kind in self.input_kinds(self.config).items():
+            yield LinearUse(name, kind, getattr(layer, name))
 
     def kernels(self, cache_format: KVFormat | None = None) -> list[Variant]:
         if cache_format is None:
@@ -210,6 +223,8 @@ class Llama(Decoder):
         )
         for _, kind, linear in self.linears():
             found += linear.kernels(kind, self.config.dtype)
+        for _, experts in self.experts():
+            found += experts.kernels(self.config.dtype)
         return found
 
     def __call__(
@@ -329,6 +344,8 @@ class Llama(Decoder):
         """Return the q [T, q_size], k and v [T, kv_size] of a layer."""
         config = self.config
         q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
+        if layer.all_q_norm is not None:
+            q, k = layer.all_q_norm(q), layer.all_k_norm(k)
         return q, k, v
 
 

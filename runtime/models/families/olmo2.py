@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -11,8 +10,9 @@ from ..config import ModelConfig, Ropes, Windows, full_attention, same_rope, sta
 from ..config_fields import Fields, UnsupportedModelError
 from ..kinds import InputKind
 from ..layers import Linear
+from ..layout import DecoderLayout
 from ..norms import Norm
-from ..parts import DecoderLayout, LinearPart, NormPart
+from ..parts import LinearPart, NormPart
 from ..registry import Family, register
 from ..required_kernels import kernels_with_norms
 from .llama import Call, Llama, input_kinds, layer_parts, layout_of, norm_part
@@ -94,14 +94,6 @@ class PostNormLlama(Llama):
         """Return x + residual, which the kernel of norms gives beside a norm that is not read."""
         return self.norm.of_sum(x, residual)[1]
 
-    def _heads(
-        self, layer: Any, qkv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = super()._heads(layer, qkv)
-        if layer.all_q_norm is not None:
-            q, k = layer.all_q_norm(q), layer.all_k_norm(k)
-        return q, k, v
-
 
 def layout(config: ModelConfig) -> DecoderLayout:
     """Return the parts of a decoder of this shape."""
@@ -109,12 +101,19 @@ def layout(config: ModelConfig) -> DecoderLayout:
 
 
 def _layer(config: ModelConfig, index: int) -> PostNormParts:
-    prefix = f"model.layers.{index}.self_attn."
-    q, k = (
-        UndividedNorm(norm_part(config, f"{prefix}{name}_norm", (size,)).weight, None, config.norm)
-        for name, size in (("q", config.q_size), ("k", config.kv_size))
-    )
+    q, k = norms_over_all_heads(config, index)
     return replace(post_norm_parts(config, index), all_q_norm=q, all_k_norm=k)
+
+
+def norms_over_all_heads(config: ModelConfig, index: int) -> tuple[NormPart, NormPart]:
+    """Return the norms over all heads of q, and of k, of the layer of an index."""
+    prefix = f"model.layers.{index}.self_attn."
+
+    def norm(name: str, size: int) -> NormPart:
+        usual = norm_part(config, f"{prefix}{name}_norm", (size,))
+        return UndividedNorm(usual.weight, None, config.norm)
+
+    return norm("q", config.q_size), norm("k", config.kv_size)
 
 
 def post_norm_parts(config: ModelConfig, index: int) -> PostNormParts:

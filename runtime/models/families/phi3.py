@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ..config import ModelConfig, read_rope, standard_config, uniform_window
 from ..config_fields import Fields
-from ..parts import DecoderLayout, Module
+from ..layout import DecoderLayout
+from ..parts import Module
 from ..registry import Family, register
 from ..rope import RopeConfig
 from .glm import glm_parts

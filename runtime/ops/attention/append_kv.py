@@ -67,8 +67,8 @@ def append_kv(
         norm_eps: added to the mean of squares, at least 0.
         norm_after_rotation: rotate first, then normalise.
         k_scale: fp32, for an int8 or e4m3 cache and only then. A scalar or [heads_kv] divides k;
-            into [pages, page_size, heads_kv] the scale of each token and head, computed as in
-            `quantize_per_token`, is written.
+            into [pages, page_size, heads_kv] with any strides the scale of each token and head,
+            computed as in `quantize_per_token`, is written.
         v_scale: likewise for v.
         k_scale_out: [pages, page_size, heads_kv] fp32, written at the tokens' slots: k_scale, which
             is fixed then, and for an int8 head that holds a NaN, NaN. int8 has no code for NaN;

@@ -101,7 +101,7 @@ def scales(keys: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tens
         if scale is None:
             raise ValueError(f"{name}: got None, expected an fp32 tensor for {keys.dtype} keys")
         if getattr(scale, "ndim", 0) == keys.ndim - 1:
-            checks.tensor(name, scale, _FLOAT32, keys.shape[:-1], keys.device)
+            checks.tensor(name, scale, _FLOAT32, keys.shape[:-1], keys.device, any_strides=True)
         else:
             checks.scalar_or_vector(name, scale, torch.float32, keys.size(-2), keys.device)
 

@@ -76,7 +76,7 @@ def paged_attention(
         sinks: [heads_q] fp32, finite or -inf: one more logit in each head's softmax denominator,
             without a value.
         k_scale: fp32 factor of an int8 or e4m3 k_cache, and only then: a scalar, [heads_kv] or
-            [pages, page_size, heads_kv].
+            [pages, page_size, heads_kv] with any strides.
         v_scale: likewise of v_cache; at least 0 if it or k_scale is [pages, page_size, heads_kv].
         out: [tokens, heads_q, value_dim] of q's dtype, written and returned; allocated when None.
         return_lse: return the LSE too.

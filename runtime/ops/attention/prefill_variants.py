@@ -14,6 +14,7 @@ from ...jit.variant import OPERAND_DTYPES, Variant, check
 
 _PREFILL_TYPES = {"bf16": "__nv_bfloat16", "fp16": "__half", "e4m3": "__nv_fp8_e4m3"}
 _DIMS_8_BIT = (64, 128, 256)
+_WARPGROUP_QUERIES = 64  # csrc: kRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,11 @@ class AttentionPrefill(Variant):
             "OSTINATO_CONSUMERS": str(warpgroups),
             "OSTINATO_SOURCE": {"packed": "Packed", "pages": "Pages", "slots": "Slots"}[self.keys],
         }
+
+    @property
+    def tile_queries(self) -> int:
+        """Queries of one head that a work tile has at most."""
+        return _WARPGROUP_QUERIES * self._tile()[1]
 
     def _tile(self) -> tuple[int, int]:
         """Return the keys of a tile and the warpgroups that multiply.

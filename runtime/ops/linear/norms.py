@@ -285,7 +285,7 @@ def normalized(
     return normed if bias is None else normed.add_(bias)
 
 
-def _normalize_into(
+def normalize_into(
     kind: str,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -365,7 +365,7 @@ def as_rms_norm(implementation: Callable[..., None]) -> Callable[..., None]:
 _rms_norm_op = register(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor(a!) out, "
     "Tensor(b!)? residual_out) -> ()",
-    as_rms_norm(_normalize_into),
+    as_rms_norm(normalize_into),
 )
 _rms_norm_quantize_op = register(
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? scale, "
@@ -376,7 +376,7 @@ _rms_norm_quantize_op = register(
 _layer_norm_op = register(
     "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor? residual, "
     "Tensor(a!) out, Tensor(b!)? residual_out) -> ()",
-    partial(_normalize_into, "layer_norm"),
+    partial(normalize_into, "layer_norm"),
 )
 _layer_norm_quantize_op = register(
     "layer_norm_quantize(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor? residual, "

@@ -232,7 +232,7 @@ def _quantize_per_group(
         _quantize_into(x.float(), power_of_two, out, scale_out)
 
 
-def _norm_quantize_per_group(
+def norm_quantize_per_group(
     kind: str,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -305,13 +305,13 @@ _rms_norm_quantize_per_group_op = register(
     "rms_norm_quantize_per_group(Tensor x, Tensor weight, float eps, Tensor? residual, "
     "bool power_of_two, Tensor(a!) out, Tensor(b!) scale_out, Tensor(c!)? residual_out, "
     "Tensor? n_active=None) -> ()",
-    as_rms_norm(_norm_quantize_per_group),
+    as_rms_norm(norm_quantize_per_group),
 )
 _layer_norm_quantize_per_group_op = register(
     "layer_norm_quantize_per_group(Tensor x, Tensor weight, Tensor? bias, float eps, "
     "Tensor? residual, bool power_of_two, Tensor(a!) out, Tensor(b!) scale_out, "
     "Tensor(c!)? residual_out, Tensor? n_active=None) -> ()",
-    partial(_norm_quantize_per_group, "layer_norm"),
+    partial(norm_quantize_per_group, "layer_norm"),
 )
 _activation_quantize_per_group_op = register(
     "activation_quantize_per_group(Tensor x, str kind, bool power_of_two, Tensor(a!) out, "

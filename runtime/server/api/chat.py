@@ -20,7 +20,7 @@ from ..logprobs import TokenTexts, chat_logprobs
 from .chat_fields import ChatPrompt, rendered
 from .dependencies import Served
 from .events import EventStream, answer
-from .fields import SamplingFields, checked_max_tokens, sampling_params, unsupported
+from .fields import SamplingFields, sampling_params, unsupported
 from .usage import finish_reason, usage
 
 ROUTER = APIRouter()
@@ -29,8 +29,6 @@ ROUTER = APIRouter()
 class ChatRequest(SamplingFields, ChatPrompt):
     """The body of a request."""
 
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     tool_choice: str | dict[str, Any] | None = None
@@ -58,8 +56,7 @@ async def chat(body: ChatRequest, request: Request, service: Served) -> Response
     with_tools = body.tool_choice != "none"
     text = await rendered(body, service, tools=with_tools)
     prompt = await service.encode(text, special=body.add_special_tokens)
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    most = checked_max_tokens(wanted, len(prompt), service.max_context, service.max_context)
+    most = body.checked_max_tokens(len(prompt), service.max_context, service.max_context)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, most, service.defaults, choices, logprobs=logprobs)
     names = {tool.function.name for tool in body.tools or () if with_tools}

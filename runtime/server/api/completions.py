@@ -19,7 +19,7 @@ from ..logprobs import CompletionLogprobs
 from ..service import Service
 from .dependencies import Served
 from .events import EventStream, answer
-from .fields import SamplingFields, checked_max_tokens, sampling_params
+from .fields import SamplingFields, sampling_params
 from .usage import finish_reason, usage
 
 ROUTER = APIRouter()
@@ -46,7 +46,6 @@ class CompletionRequest(SamplingFields):
     """The body of a request."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts)]
-    max_tokens: int | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     add_special_tokens: bool = True
@@ -62,9 +61,7 @@ async def completions(body: CompletionRequest, request: Request, service: Served
     _check_count(len(prompts) * choices, service)
     params = []
     for prompt in prompts:
-        most = checked_max_tokens(
-            body.max_tokens, len(prompt), service.max_context, _DEFAULT_TOKENS
-        )
+        most = body.checked_max_tokens(len(prompt), service.max_context, _DEFAULT_TOKENS)
         params += sampling_params(
             body,
             most,

@@ -106,6 +106,8 @@ class SamplingFields(Fields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=128)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     user: str | None = None  # a name for the client's own records; nothing depends on it
     seed: int | None = None
     stop: str | StopStrings | None = None
@@ -139,6 +141,11 @@ class SamplingFields(Fields):
                 param="structured_outputs",
             )
         return found[0] if found else None
+
+    def checked_max_tokens(self, prompt: int, max_context: int, default: int) -> int:
+        """Return `max_completion_tokens`, or else `max_tokens`, as `checked_max_tokens` does."""
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return checked_max_tokens(getattr(self, name), prompt, max_context, default, name=name)
 
     def stop_strings(self) -> tuple[str, ...]:
         """Return the stop strings, of which there may be none."""
@@ -228,7 +235,9 @@ def unsupported(name: str) -> ApiError:
     )
 
 
-def checked_max_tokens(wanted: int | None, prompt: int, max_context: int, default: int) -> int:
+def checked_max_tokens(
+    wanted: int | None, prompt: int, max_context: int, default: int, *, name: str = "max_tokens"
+) -> int:
     """Return how many tokens may be generated.
 
     Args:
@@ -236,6 +245,7 @@ def checked_max_tokens(wanted: int | None, prompt: int, max_context: int, defaul
         prompt: tokens of the prompt.
         max_context: of prompt and text together.
         default: where the request does not say; it is cut to what the context leaves.
+        name: of the request's field.
 
     Raises:
         ApiError: 400, when the context does not hold them.
@@ -245,13 +255,13 @@ def checked_max_tokens(wanted: int | None, prompt: int, max_context: int, defaul
         more = "" if wanted is None else f" and {wanted} to generate"
         raise ApiError(
             400,
-            f"max_tokens: got a prompt of {prompt} tokens{more}, expected at most {max_context} "
+            f"{name}: got a prompt of {prompt} tokens{more}, expected at most {max_context} "
             "together",
-            param="max_tokens",
+            param=name,
             code="context_length_exceeded",
         )
     if wanted is not None and wanted < 1:
-        raise ApiError(400, f"max_tokens: got {wanted}, expected at least 1", param="max_tokens")
+        raise ApiError(400, f"{name}: got {wanted}, expected at least 1", param=name)
     return min(default, left) if wanted is None else wanted
 
 

@@ -70,4 +70,5 @@ def _model(name: str, service: Served) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "ostinato",
         "max_model_len": service.max_context,
+        "chat": service.template is not None,
     }

@@ -365,7 +365,7 @@ def test_the_work_of_a_step(tied: bool, name: str, size: int) -> None:
     layer, head, rows = 128 * 64 + 64 * 64 + 256 * 64 + 64 * 128, 512 * 64, 128 + 64 + 256 + 64
     scales = 4 * rows if name == "int8" else 0
     norms = 2 * 64 * (2 * 2 + 1)
-    assert weight_bytes(model) == 2 * (layer * size + scales) + 2 * head + norms
+    assert weight_bytes(model, batch=3) == 2 * (layer * size + scales) + 2 * head + norms
     # Per sequence and layer 7 keys and 7 values, of two heads of 16 in bf16 each.
     assert kv_bytes(config, batch=3, context=7) == 3 * 2 * 7 * 2 * 32 * 2
     # Attention: for each of 64 query elements a product with every key and every value.

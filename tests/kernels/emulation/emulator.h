@@ -135,6 +135,7 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __uint_as_float(unsigned bits) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));

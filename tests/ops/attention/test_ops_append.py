@@ -438,3 +438,18 @@ def test_a_quantized_cache_needs_scales(name: str) -> None:
     del arguments[name]
     with pytest.raises(ValueError, match=f"{name}: got None"):
         ops.append_kv(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+def test_scales_by_token_may_have_any_strides(dtype: torch.dtype, device: torch.device) -> None:
+    k, v = (torch.randn(5, 2, 16, device=device) for _ in range(2))
+    slots = torch.tensor([3, 9, -1, 0, 7], device=device)
+    caches = [torch.zeros(3, 4, 2, 16, device=device).to(dtype) for _ in range(4)]
+    both = torch.zeros(3, 4, 2, 3, device=device)
+    dense = [torch.zeros(3, 4, 2, device=device) for _ in range(2)]
+    ops.append_kv(k, v, *caches[:2], slots, k_scale=both[..., 0], v_scale=both[..., 2])
+    ops.append_kv(k, v, *caches[2:], slots, k_scale=dense[0], v_scale=dense[1])
+    written = (*caches[:2], both[..., 0], both[..., 2])
+    for got, expected in zip(written, (*caches[2:], *dense), strict=True):
+        assert_same_bits(got.contiguous(), expected)
+    assert (both[..., 1] == 0).all()

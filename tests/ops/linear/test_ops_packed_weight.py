@@ -110,3 +110,14 @@ DATA = torch.zeros(1, 2, 16, 64, dtype=torch.int8)
 def test_bad_packed_weights(changes: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         ops.PackedWeight(**{"data": DATA, "n": 3, "k": 4, **changes})
+
+
+def test_traced_code_makes_packed_weights_of_their_data() -> None:
+    w = random((24, 40), torch.bfloat16)
+    data, x = ops.pack_weight(w).data, torch.randn(3, 40).to(w.dtype)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, ops.PackedWeight(data, 24, 40))
+
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(x), ops.linear(x, w))

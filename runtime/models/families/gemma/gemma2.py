@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...config import FULL, SLIDING, ModelConfig, layer_types, windows_of_kinds
 from ...config_fields import Fields
-from ...parts import DecoderLayout
+from ...layout import DecoderLayout
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms
 from ..llama import LayerParts, layer_parts, layout_of, norm_part

@@ -10,8 +10,9 @@ from ...config import ModelConfig, Ropes, Windows, full_attention, same_rope, st
 from ...config_fields import Fields
 from ...kinds import InputKind
 from ...layers import Linear
+from ...layout import DecoderLayout
 from ...norms import Norm, NormConfig
-from ...parts import DecoderLayout, LinearPart, NormPart
+from ...parts import LinearPart, NormPart
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms
 from ..llama import Call, Llama, input_kinds, layer_parts, layout_of, norms_of_heads
@@ -31,6 +32,8 @@ class ParallelLayer:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: None = None
+    all_q_norm: None = None
+    all_k_norm: None = None
 
 
 @dataclass(frozen=True)

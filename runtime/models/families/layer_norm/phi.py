@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from ...config import ModelConfig, full_attention, same_rope, standard_config
 from ...config_fields import Fields
+from ...layout import DecoderLayout
 from ...norms import NormConfig
-from ...parts import DecoderLayout, LinearPart, Module
+from ...parts import LinearPart, Module
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms
 from ..llama import layout_of, norm_part

@@ -10,8 +10,9 @@ import torch
 from ...config import ModelConfig, full_attention, same_rope, standard_config
 from ...config_fields import Fields
 from ...decoder import Decoder
+from ...layout import DecoderLayout
 from ...norms import Norm, NormConfig
-from ...parts import DecoderLayout, Loader, NormPart, SchemeOf, TensorPart, TensorSpec
+from ...parts import Loader, NormPart, SchemeOf, TensorPart, TensorSpec
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms
 from ..llama import LayerParts, Llama, layer_parts, layout_of, norms_of_heads

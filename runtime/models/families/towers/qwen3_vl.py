@@ -8,7 +8,8 @@ from ...registry import Family, Tower, register
 from ..llama import Llama, layout
 
 
-def _config(fields: Fields) -> ModelConfig:
+def vl_config(fields: Fields) -> ModelConfig:
+    """Read the fields of a text tower."""
     bias = fields.boolean("attention_bias", False)
     return standard_config(
         fields,
@@ -36,7 +37,7 @@ register(
     Family(
         "qwen3_vl_text",
         (),
-        _config,
+        vl_config,
         layout,
         Llama.load,
         defaults={"rope_theta": 500000.0},

@@ -1,4 +1,5 @@
-// Copies of boxes, byte by byte with the 128-byte swizzle, some time after they are asked for.
+// Copies of boxes, byte by byte, with the 128-byte swizzle or none, some time after they are asked
+// for.
 #pragma once
 
 #include "check.h"
@@ -13,21 +14,29 @@ struct TensorMapShape {
   uint32_t box[kRank];
 };
 
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
 // Sizes and boxes of the first dimension in bytes.
 struct EmulatedMap {
   char* data;
   int element;  // bytes
+  bool swizzles;
   TensorMapShape<5> shape;
+
+  uint32_t place(uint32_t address) const { return swizzles ? swizzled(address) : address; }
 };
 static_assert(sizeof(EmulatedMap) <= sizeof(CUtensorMap));
 
 template <int kRank>
 cudaError_t encode_tensor_map(CUtensorMap* map, const void* data,
-                              const TensorMapShape<kRank>& shape, CUtensorMapSwizzle,
+                              const TensorMapShape<kRank>& shape, CUtensorMapSwizzle swizzle,
                               CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_UINT8,
                               CUtensorMapL2promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
   EmulatedMap made = {static_cast<char*>(const_cast<void*>(data)),
-                      type == CU_TENSOR_MAP_DATA_TYPE_UINT16 ? 2 : 1,
+                      type == CU_TENSOR_MAP_DATA_TYPE_UINT64   ? 8
+                      : type == CU_TENSOR_MAP_DATA_TYPE_UINT16 ? 2
+                                                               : 1,
+                      swizzle != CU_TENSOR_MAP_SWIZZLE_NONE,
                       {{1, 1, 1, 1, 1}, {}, {1, 1, 1, 1, 1}}};
   for (int d = 0; d < kRank; ++d) {
     made.shape.size[d] = shape.size[d];
@@ -40,8 +49,6 @@ cudaError_t encode_tensor_map(CUtensorMap* map, const void* data,
   return cudaSuccess;
 }
 inline void prefetch_tensor_map(const CUtensorMap& /*map*/) {}
-
-inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 // Calls visit(offset in the box, address) of each byte; the address is null outside of the tensor.
 template <class Visit>
@@ -92,7 +99,7 @@ inline void tma_load(void* to, const CUtensorMap& map, const int (&place)[5], ui
     char* const shared = emulator::shared_of(rank);
     uint32_t bytes = 0;
     visit_box(from, at.of, [&](uint32_t offset, const char* global) {
-      shared[swizzled(address + offset)] = global != nullptr ? *global : 0;
+      shared[from.place(address + offset)] = global != nullptr ? *global : 0;
       bytes = offset + 1;
     });
     tell_barrier(rank, barrier_address, 0, -static_cast<long>(bytes));
@@ -117,7 +124,7 @@ inline void tma_store(const CUtensorMap& map, const void* from, int x, int y, in
     const char* const shared = emulator::shared_of(rank);
     visit_box(to, at.of, [&](uint32_t offset, char* global) {
       if (global != nullptr) {
-        *global = shared[swizzled(address + offset)];
+        *global = shared[to.place(address + offset)];
       }
     });
     --emulated_stores[thread];

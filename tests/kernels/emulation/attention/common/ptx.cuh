@@ -1,6 +1,7 @@
 // What a warp's instructions do, lane by lane.
 #pragma once
 
+#include "common/async_copy.cuh"
 #include "common/mbarrier.cuh"
 
 namespace ostinato {
@@ -8,20 +9,6 @@ namespace ostinato {
 inline float power_of_2(float x) { return exp2f(x); }
 
 inline float hyperbolic_tangent(float x) { return tanhf(x); }
-
-inline bool elect_lane() {
-  __syncwarp();
-  return emulator::lane() == 0;
-}
-
-inline void copy_vector(uint32_t to, const void* from) {
-  std::memcpy(emulator::shared + to, from, 16);
-}
-
-inline void arrive_when_copied(uint64_t* barrier) {
-  emulator::yield("nothing");
-  arrive(barrier);
-}
 
 inline void store_matrices(void* row, const uint32_t (&words)[4]) {
   const emulator::Words* const rows = emulator::exchange({shared_address(row)});

@@ -1,12 +1,8 @@
-// What a warpgroup's MMAs do, thread by thread: each group of them at the time of its issue, or as
-// late as a wait allows.
+// What a warpgroup's MMAs do, thread by thread.
 #pragma once
 
-#include <deque>
-#include <map>
-#include <vector>
-
 #include "attention/common/ptx.cuh"
+#include "common/mma_groups.cuh"
 #include "common/tma.cuh"
 #include "config.cuh"
 
@@ -35,15 +31,6 @@ struct Descriptor {
     return at(column / 64 * strip + k / 8 * group + k % 8 * 128 + column % 64 * 2);
   }
 };
-
-using MmaGroup = std::vector<std::function<void()>>;
-struct PendingMmas {
-  MmaGroup open;
-  std::deque<MmaGroup> committed;
-};
-inline std::map<uint64_t, PendingMmas> emulated_mmas;
-
-inline PendingMmas& pending_mmas() { return emulated_mmas[emulated_thread()]; }
 
 // sums (+)= rows · columns of one MMA; a(row of the thread, k) and b(k, column).
 template <int kCount, class A, class B>
@@ -89,39 +76,6 @@ inline void multiply_values_step(const uint32_t (&rows)[4], uint64_t columns,
         sums, accumulate, [&](int half, int k) { return a[half][k]; },
         [&](int k, int column) { return of_columns.across_k(k, column); });
   });
-}
-
-inline void run_mmas(const MmaGroup& group) {
-  for (const auto& mma : group) {
-    mma();
-  }
-}
-
-inline void begin_multiplying() {}
-// The lanes of a warp have the same MMAs at the same time.
-inline void commit_multiplication() {
-  PendingMmas& mmas = pending_mmas();
-  const bool soon =
-      __shfl_sync(0xffffffff, static_cast<int>(emulator::random_number() % 2), 0) != 0;
-  if (soon && mmas.committed.empty()) {
-    run_mmas(mmas.open);
-    mmas.committed.push_back({});
-  } else {
-    mmas.committed.push_back(std::move(mmas.open));
-  }
-  mmas.open.clear();
-}
-// MMAs are of a warpgroup: no warp sees the end of its own before the others'.
-template <int kPending>
-void wait_multiplied() {
-  __syncwarp();
-  PendingMmas& mmas = pending_mmas();
-  while (mmas.committed.size() > kPending) {
-    run_mmas(mmas.committed.front());
-    mmas.committed.pop_front();
-  }
-  constexpr int kFirstFreeBarrier = 8;  // of the named ones
-  emulator::sync_at_named(kFirstFreeBarrier + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
 template <int kCount>

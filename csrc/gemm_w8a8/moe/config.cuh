@@ -1,0 +1,62 @@
+// Compile-time configuration of one grouped GEMM: that of a tiled GEMM with the same macros, and
+// its own shared memory.
+#pragma once
+
+#include "gemm_w8a8/tiled/config.cuh"
+#include "params.h"
+
+namespace ostinato::moe {
+
+using namespace tiled;
+
+static_assert(!kPingPong, "the warpgroups of a grouped GEMM share their tiles");
+
+// One warp copies weights, the others of the producers' warpgroup gather rows of x.
+inline constexpr int kTokenWarps = 3;
+inline constexpr int kCtaThreads = (kConsumers + 1) * kWarpgroup;
+
+inline constexpr int kTokenBytes = kTokens * kStageDepth;
+inline constexpr int kScaleCount = kBlockScales ? kMaxStages : 1;
+
+struct alignas(1024) Storage {
+  // Block scales of a stage: of its channels, 8 together, and of its rows.
+  alignas(16) float w_scales[kScaleCount][kUnits][kChannels / kScaleChannels];
+  alignas(16) float x_scales[kScaleCount][kUnits][kTokens];
+  int32_t x_rows[kTokenWarps][kTokens];  // of the tile that each warp copies
+  uint64_t full[kMaxStages];             // of weights
+  uint64_t full_tokens[kMaxStages];      // of rows of x, and of block scales
+  uint64_t empty[kMaxStages];
+};
+inline constexpr int kStorageBytes = (sizeof(Storage) + 1023) / 1024 * 1024;
+
+// Derived on the host at launch.
+struct Plan {
+  int stages;
+  int stage_bytes;
+  int weight_bytes;
+  int block_bytes;  // of a block of K of the tile's channels
+  int tile_channels;
+  int channel_tiles;  // of an expert
+  int expert_tiles;   // packed tiles of 16 channels of an expert
+  int depth_steps;    // stages of a tile
+  int width;          // channels of out
+  int k_bytes;
+  int aligned_out;  // two adjacent channels can be stored at once
+  int vector_out;   // 8 adjacent channels of 16 bits can be, wherever 8 of them begin
+};
+
+// A tile of rows of one expert and of its channels.
+struct WorkTile {
+  int expert, first_row, rows;
+  int channel;  // the first, in the packed order
+};
+
+__device__ __forceinline__ WorkTile work_tile_at(const MoeLinearParams& params, const Plan& plan,
+                                                 int tiles, int index) {
+  // Tiles of rows first: those of one expert, which read the same weights, run side by side.
+  const int channel_tile = index / tiles;
+  const int* const entry = params.tiles + int64_t(index - channel_tile * tiles) * 4;
+  return {entry[0], entry[1], entry[2] - entry[1], channel_tile * plan.tile_channels};
+}
+
+}  // namespace ostinato::moe

@@ -1,0 +1,158 @@
+// Grouped GEMM of a mixture of experts on Hopper (sm_90a): the rows of each expert times its
+// weight.
+//
+// A persistent grid walks the list of row tiles that routing has left on the device, one for each
+// tile of channels: no CTA and no copy is for an expert without rows. Mainloop, operands and the
+// order of summation are those of the tiled GEMM (gemm_w8a8/tiled), but that rows of x are gathered
+// (producer.cuh) and results scattered (epilogue.cuh). Macros: gemm_w8a8/tiled/config.cuh, with
+// OSTINATO_PINGPONG=0.
+//
+// Any n and k. x has a 16-byte aligned base and row stride. With params.pdl nothing is read before
+// the preceding kernel has ended: which weights are needed follows from routing.
+#include <cuda_runtime.h>
+
+#include "common/alignment.h"
+#include "common/check.h"
+#include "common/launch.cuh"
+#include "common/sizes.cuh"
+#include "common/tma.cuh"
+#include "config.cuh"
+#include "consumer.cuh"
+#include "params.h"
+#include "producer.cuh"
+
+namespace ostinato::moe {
+namespace {
+
+using Registers = RegisterTable<2, kDebugPrint>;
+
+__global__ void __launch_bounds__(kCtaThreads, 1)
+    moe_linear(const __grid_constant__ MoeLinearParams params, const __grid_constant__ Plan plan,
+               const __grid_constant__ CUtensorMap w_map) {
+  extern __shared__ __align__(1024) uint8_t storage[];
+  Storage& fixed = *reinterpret_cast<Storage*>(storage);
+  uint8_t* const ring = storage + kStorageBytes;
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  const int producer = warp - kConsumers * kWarpgroup / 32;
+  if (producer == 0) {
+    prefetch_tensor_map(w_map);
+  }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < plan.stages; ++i) {
+      init_barrier(&fixed.full[i], 1);
+      init_barrier(&fixed.full_tokens[i], kTokenWarps * 32);
+      init_barrier(&fixed.empty[i], kConsumers * kWarpgroup / 32);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  wait_for_predecessor();
+  // Not before: what follows may take for granted that the routing has ended.
+  let_successor_start();
+  const int tiles = *params.n_tiles;
+  if (producer >= 0) {
+    if constexpr (kConsumers > 1) {
+      give_up_registers<Registers::kSplit.producer>();
+    }
+    Producer producers(params, plan, ring, fixed, tiles);
+    if (producer > 0) {
+      producers.copy_tokens(producer - 1);
+    } else if (elect_lane()) {
+      producers.copy_weights(w_map);
+    }
+  } else {
+    if constexpr (kConsumers > 1) {
+      take_registers<Registers::kSplit.consumer>();
+    }
+    Consumer(params, plan, ring, fixed).run(tiles);
+  }
+}
+
+constexpr int kLargestSize = INT32_MAX - 1024;
+
+bool implemented(const MoeLinearParams& params) {
+  const int64_t k_bytes = int64_t(params.k) * kOperandBytes;
+  return params.experts > 0 && params.n > 0 && params.k > 0 && params.top_k > 0 &&
+         params.n <= kLargestSize && k_bytes <= kLargestSize && params.max_tiles >= 0 &&
+         (params.x_scale != nullptr) == !k16Bit && (params.w_scale != nullptr) == !k16Bit &&
+         (params.gated == 0 || params.n % 2 == 0) &&
+         (params.gated == 0 || !kBlockScales || params.n % (2 * kScaleChannels) == 0) &&
+         aligned(params.x, params.x_stride * kOperandBytes) && params.tile_channels >= 0 &&
+         params.tile_channels <= kChannels && params.tile_channels % kPackedRows == 0;
+}
+
+bool make_plan(const MoeLinearParams& params, Plan* plan) {
+  plan->width = params.gated != 0 ? params.n / 2 : params.n;
+  plan->expert_tiles =
+      params.gated != 0 ? ceil_div(plan->width, kPackedRows / 2) : ceil_div(params.n, kPackedRows);
+  plan->tile_channels = params.tile_channels != 0 ? params.tile_channels : kChannels;
+  plan->channel_tiles = ceil_div(plan->expert_tiles, plan->tile_channels / kPackedRows);
+  plan->block_bytes = plan->tile_channels * kPackedDepth;
+  plan->weight_bytes = plan->block_bytes * kStageBlocks;
+  plan->stage_bytes = plan->weight_bytes + kTokenBytes;
+  plan->k_bytes = params.k * kOperandBytes;
+  plan->depth_steps = ceil_div(plan->k_bytes, kStageDepth);
+  // MMAs of a smaller tile read past its channels, within the ring or behind it.
+  const int past = (kChannels - plan->tile_channels) * kPackedDepth;
+  const int room = kSmemLimit - kStorageBytes - past;
+  plan->stages = room / plan->stage_bytes < kMaxStages ? room / plan->stage_bytes : kMaxStages;
+  if (kDebugPrint && plan->stages > 2) {
+    plan->stages = 2;
+  }
+  const int64_t row_bytes = params.out_stride * int64_t{sizeof(Output)};
+  const int64_t pair = 2 * sizeof(Output);
+  plan->aligned_out =
+      row_bytes % pair == 0 && reinterpret_cast<uintptr_t>(params.out) % pair == 0 ? 1 : 0;
+  plan->vector_out = aligned(params.out, row_bytes) && plan->width % 8 == 0 ? 1 : 0;
+  return plan->stages >= 2 && int64_t(params.max_tiles) * plan->channel_tiles <= kLargestSize &&
+         int64_t(params.experts) * plan->expert_tiles <= kLargestSize;
+}
+
+// Tiles and blocks as runs of 1 KB, in 8-byte elements: a box has at most 256 elements per
+// dimension. Blocks past the last one are zeros.
+cudaError_t encode_w(const MoeLinearParams& params, const Plan& plan, CUtensorMap* map) {
+  constexpr uint64_t kRun = kPackedBlockBytes / sizeof(uint64_t);
+  const uint64_t tiles = uint64_t(params.experts) * plan.expert_tiles;
+  const uint64_t blocks = round_up(plan.k_bytes, kPackedDepthUnit) / kPackedDepth;
+  const TensorMapShape<3> packed = {
+      {kRun, tiles, blocks},
+      {1, blocks * kPackedBlockBytes, kPackedBlockBytes},
+      {kRun, uint32_t(plan.tile_channels / kPackedRows), uint32_t(kStageBlocks)}};
+  return encode_tensor_map(map, params.w, packed, CU_TENSOR_MAP_SWIZZLE_NONE,
+                           CU_TENSOR_MAP_DATA_TYPE_UINT64);
+}
+
+cudaError_t launch_moe_linear(MoeLinearParams params, cudaStream_t stream) {
+  Plan plan;
+  if (!implemented(params) || !make_plan(params, &plan)) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.max_tiles == 0) {
+    return cudaSuccess;
+  }
+  params.x_stride *= kOperandBytes;
+  int sms = 0;
+  OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
+  CUtensorMap w_map;
+  OSTINATO_RETURN_IF_ERROR(encode_w(params, plan, &w_map));
+  const int most = params.max_tiles * plan.channel_tiles;
+  LaunchConfig config;
+  config.grid = dim3(most < sms ? most : sms);
+  config.block = dim3(kCtaThreads);
+  config.dynamic_smem = kStorageBytes + plan.stages * plan.stage_bytes +
+                        (kChannels - plan.tile_channels) * kPackedDepth;
+  config.pdl = params.pdl != 0;
+  return launch(moe_linear, config, stream, params, plan, w_map);
+}
+
+}  // namespace
+}  // namespace ostinato::moe
+
+OSTINATO_EXPORT int ostinato_prepare(void) {
+  using namespace ostinato::moe;
+  return ostinato::allow_dynamic_smem(moe_linear, kSmemLimit);
+}
+
+OSTINATO_LAUNCH(ostinato::MoeLinearParams) {
+  return ostinato::moe::launch_moe_linear(*params, static_cast<cudaStream_t>(stream));
+}

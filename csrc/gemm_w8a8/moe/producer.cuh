@@ -1,0 +1,127 @@
+// The producers of the grouped GEMM: one thread copies weights by TMA; three warps gather the rows
+// of x, which TMA can not, into the same swizzle, and copy block scales.
+#pragma once
+
+#include "common/async_copy.cuh"
+#include "common/ring.cuh"
+#include "common/tma.cuh"
+#include "config.cuh"
+
+namespace ostinato::moe {
+
+class Producer {
+ public:
+  __device__ Producer(const MoeLinearParams& params, const Plan& plan, uint8_t* ring,
+                      Storage& storage, int tiles)
+      : params_(params), plan_(plan), ring_(ring), storage_(storage), tiles_(tiles) {}
+
+  // By one thread.
+  __device__ __forceinline__ void copy_weights(const CUtensorMap& map) {
+    RingPosition position;
+    for_each_tile([&](const WorkTile& tile) {
+      const int packed_tile = tile.expert * plan_.expert_tiles + tile.channel / kPackedRows;
+      for (int step = 0; step < plan_.depth_steps; ++step) {
+        uint64_t* const full = &storage_.full[position.slot];
+        wait(&storage_.empty[position.slot], position.parity ^ 1);
+        OSTINATO_DELAY(weights, true);
+        arrive_expecting(full, plan_.weight_bytes);
+        tma_load(ring_ + position.slot * plan_.stage_bytes, map, 0, packed_tile,
+                 step * kStageBlocks, full);
+        position.advance(plan_.stages);
+      }
+    });
+  }
+
+  // By kTokenWarps warps, of which this one is the `warp`-th.
+  __device__ __forceinline__ void copy_tokens(int warp) {
+    RingPosition position;
+    const int lane = threadIdx.x % 32;
+    for_each_tile([&](const WorkTile& tile) {
+      // Each warp reads only what it has written.
+      __syncwarp();
+      for (int row = lane; row < tile.rows; row += 32) {
+        const int of_plan = tile.first_row + row;
+        storage_.x_rows[warp][row] =
+            params_.to_experts != 0 ? params_.rows[of_plan] / params_.top_k : of_plan;
+      }
+      __syncwarp();
+      for (int step = 0; step < plan_.depth_steps; ++step) {
+        wait(&storage_.empty[position.slot], position.parity ^ 1);
+        OSTINATO_DELAY(tokens, true);
+        copy_rows(tile, warp, lane, step, position.slot);
+        if constexpr (kBlockScales) {
+          copy_scales(tile, warp, lane, step, position.slot);
+        }
+        arrive_when_copied(&storage_.full_tokens[position.slot]);
+        position.advance(plan_.stages);
+      }
+    });
+  }
+
+ private:
+  static constexpr int kVectorBytes = 16;
+  static constexpr int kRowVectors = kUnitDepth / kVectorBytes;  // a lane of each copies a unit
+  static constexpr int kRowsAtOnce = 32 / kRowVectors;
+
+  template <class Visit>
+  __device__ __forceinline__ void for_each_tile(const Visit& visit) {
+    const int count = tiles_ * plan_.channel_tiles;
+    for (int index = blockIdx.x; index < count; index += gridDim.x) {
+      visit(work_tile_at(params_, plan_, tiles_, index));
+    }
+  }
+
+  // Rows of a tile's end that do not exist stay as they are: nobody reads the results.
+  __device__ __forceinline__ void copy_rows(const WorkTile& tile, int warp, int lane, int step,
+                                            int slot) {
+    const int vector = lane % kRowVectors;
+    const uint32_t tokens = shared_address(ring_ + slot * plan_.stage_bytes + plan_.weight_bytes);
+    for (int first = warp * kRowsAtOnce; first < tile.rows; first += kTokenWarps * kRowsAtOnce) {
+      const int row = first + lane / kRowVectors;
+      if (row >= tile.rows) {
+        break;
+      }
+      const uint8_t* const x =
+          static_cast<const uint8_t*>(params_.x) + storage_.x_rows[warp][row] * params_.x_stride;
+      const uint32_t to = tokens + row * kUnitDepth + (vector ^ row % kGroupRows) * kVectorBytes;
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        const int depth = step * kStageDepth + unit * kUnitDepth + vector * kVectorBytes;
+        const int bytes = max(0, min(kVectorBytes, plan_.k_bytes - depth));
+        copy_vector_part(to + unit * kTokens * kUnitDepth, x + (bytes > 0 ? depth : 0), bytes);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void copy_scales(const WorkTile& tile, int warp, int lane, int step,
+                                              int slot) {
+    const int groups = ceil_div(params_.k, kUnitDepth);
+    const int scales = ceil_div(params_.n, kScaleChannels);
+    const float* const of_expert = params_.w_scale + int64_t(tile.expert) * groups * scales;
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const int group = step * kUnits + unit;
+      for (int row = warp * 32 + lane; row < tile.rows; row += kTokenWarps * 32) {
+        copy_word_part(shared_address(&storage_.x_scales[slot][unit][row]),
+                       params_.x_scale + (group < groups ? group * params_.x_scale_stride : 0) +
+                           storage_.x_rows[warp][row],
+                       group < groups);
+      }
+      for (int i = warp * 32 + lane; i < kChannels / kScaleChannels; i += kTokenWarps * 32) {
+        // Of a gated weight, 8 channels of the gate alternate with the same 8 of up.
+        const int packed = tile.channel / kScaleChannels + i;
+        const int at = params_.gated != 0 ? packed / 2 + packed % 2 * (scales / 2) : packed;
+        const bool exists = group < groups && at < scales;
+        copy_word_part(shared_address(&storage_.w_scales[slot][unit][i]),
+                       of_expert + (exists ? int64_t(group) * scales + at : 0), exists);
+      }
+    }
+  }
+
+  const MoeLinearParams& params_;
+  const Plan& plan_;
+  uint8_t* ring_;
+  Storage& storage_;
+  int tiles_;
+};
+
+}  // namespace ostinato::moe

@@ -1,0 +1,149 @@
+// Routing of a mixture of experts: the experts of each token (select.cuh), and the rows of each
+// expert (plan.cuh).
+//
+// Compiled with
+//   OSTINATO_DTYPE  bf16, fp16 or fp32, of the logits
+//
+// A warp selects for a token. For few tokens one CTA does all in one launch; for more a second
+// launch plans, with a CTA for each expert. Nothing of a row depends on which.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/check.h"
+#include "common/launch.cuh"
+#include "params.h"
+#include "plan.cuh"
+#include "select.cuh"
+
+namespace ostinato::route {
+namespace {
+
+constexpr int kWarps = 16;
+constexpr int kThreads = kWarps * 32;
+constexpr int kMostExperts = 512;
+constexpr int kMostGroups = 32;
+constexpr int kMostTopK = 32;
+constexpr int kFewTokens = 64;  // that one CTA routes
+
+// Bytes of the memory that warps need for groups.
+__host__ __device__ inline int selection_bytes(const MoeRouteParams& p) {
+  return p.groups > 1 ? kWarps * p.experts * static_cast<int>(sizeof(float)) : 0;
+}
+
+template <int kPerLane>
+__device__ __forceinline__ void select_tokens(const MoeRouteParams& p, uint8_t* storage, int first,
+                                              int step) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  float* const memory = reinterpret_cast<float*>(storage) + warp * p.experts;
+  Selection<kPerLane> selection(p, memory);
+  const int active = p.n_active == nullptr ? p.tokens : *p.n_active;
+  for (int token = first + warp; token < p.tokens; token += step) {
+    selection.run(token, token < active);
+  }
+}
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kThreads) route_few(const __grid_constant__ MoeRouteParams p) {
+  extern __shared__ __align__(1024) uint8_t storage[];
+  wait_for_predecessor();
+  // Not before the wait: see csrc/embed.
+  let_successor_start();
+  select_tokens<kPerLane>(p, storage, 0, kWarps);
+  __syncthreads();
+  Planner planner(p, storage + selection_bytes(p), kWarps, true);
+  planner.count(kThreads);
+  planner.store_sizes(kThreads);
+  for (int expert = static_cast<int>(threadIdx.x) / 32; expert <= p.experts; expert += kWarps) {
+    planner.list_by_warp(expert);
+  }
+}
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kThreads) select_many(const __grid_constant__ MoeRouteParams p) {
+  extern __shared__ __align__(1024) uint8_t storage[];
+  wait_for_predecessor();
+  let_successor_start();
+  select_tokens<kPerLane>(p, storage, static_cast<int>(blockIdx.x) * kWarps,
+                          static_cast<int>(gridDim.x) * kWarps);
+}
+
+// A CTA has an expert, and the last those slots without one.
+__global__ void __launch_bounds__(kThreads) plan_many(const __grid_constant__ MoeRouteParams p) {
+  extern __shared__ __align__(1024) uint8_t storage[];
+  wait_for_predecessor();
+  let_successor_start();
+  Planner planner(p, storage, kWarps, false);
+  planner.count(kThreads);
+  const int expert = static_cast<int>(blockIdx.x);
+  if (expert == 0) {
+    planner.store_sizes(kThreads);
+  }
+  planner.list_by_cta(expert, kWarps);
+}
+
+bool is_valid(const MoeRouteParams& p) {
+  const int64_t slots = int64_t(p.tokens) * p.top_k;
+  return p.experts > 0 && p.experts <= kMostExperts && p.top_k > 0 && p.top_k <= kMostTopK &&
+         p.groups > 0 && p.groups <= kMostGroups && p.experts % p.groups == 0 && p.top_groups > 0 &&
+         p.top_groups <= p.groups && p.top_k <= p.experts / p.groups * p.top_groups &&
+         p.tile_tokens > 0 && slots <= INT32_MAX - 1024 && p.tokens >= 0 && p.offsets != nullptr &&
+         p.n_tiles != nullptr &&
+         (p.tokens == 0 || (p.logits != nullptr && p.ids != nullptr && p.weights != nullptr &&
+                            p.rows != nullptr && p.tiles != nullptr));
+}
+
+template <int kPerLane>
+cudaError_t route(const MoeRouteParams& p, cudaStream_t stream) {
+  LaunchConfig config;
+  config.block = dim3(kThreads);
+  config.pdl = p.pdl != 0;
+  if (p.tokens <= kFewTokens) {
+    config.grid = dim3(1);
+    config.dynamic_smem =
+        selection_bytes(p) + PlanMemory::bytes(p.experts, kWarps, p.tokens * p.top_k);
+    return launch(route_few<kPerLane>, config, stream, p);
+  }
+  constexpr int kMostCtas = 1 << 16;
+  const int ctas = (p.tokens + kWarps - 1) / kWarps;
+  config.grid = dim3(static_cast<uint32_t>(ctas < kMostCtas ? ctas : kMostCtas));
+  config.dynamic_smem = selection_bytes(p);
+  OSTINATO_RETURN_IF_ERROR(launch(select_many<kPerLane>, config, stream, p));
+  config.grid = dim3(static_cast<uint32_t>(p.experts + 1));
+  config.dynamic_smem = PlanMemory::bytes(p.experts, kWarps, 0);
+  return launch(plan_many, config, stream, p);
+}
+
+template <int kPerLane>
+cudaError_t allow_smem() {
+  const int most = kWarps * kMostExperts * static_cast<int>(sizeof(float)) +
+                   PlanMemory::bytes(kMostExperts, kWarps, kFewTokens * kMostTopK);
+  OSTINATO_RETURN_IF_ERROR(allow_dynamic_smem(route_few<kPerLane>, most));
+  return allow_dynamic_smem(select_many<kPerLane>, most);
+}
+
+}  // namespace
+}  // namespace ostinato::route
+
+OSTINATO_EXPORT int ostinato_prepare(void) {
+  using namespace ostinato::route;
+  OSTINATO_RETURN_IF_ERROR(allow_smem<1>());
+  OSTINATO_RETURN_IF_ERROR(allow_smem<2>());
+  OSTINATO_RETURN_IF_ERROR(allow_smem<4>());
+  OSTINATO_RETURN_IF_ERROR(allow_smem<8>());
+  return allow_smem<16>();
+}
+
+OSTINATO_LAUNCH(ostinato::MoeRouteParams) {
+  using namespace ostinato::route;
+  const ostinato::MoeRouteParams& p = *params;
+  if (!is_valid(p)) {
+    return cudaErrorInvalidValue;
+  }
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  return p.experts <= 32    ? route<1>(p, on)
+         : p.experts <= 64  ? route<2>(p, on)
+         : p.experts <= 128 ? route<4>(p, on)
+         : p.experts <= 256 ? route<8>(p, on)
+                            : route<16>(p, on);
+}

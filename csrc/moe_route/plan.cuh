@@ -1,0 +1,172 @@
+// The rows of each expert, from the ids of all slots, by a CTA: counted in shared memory, then
+// listed in the order of slots. Counts are integers: the order in which they are added is none of
+// the result's.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace ostinato::route {
+
+// Shared memory of a plan, behind what the selection needs: an element of each expert and one more,
+// for slots without an expert.
+struct PlanMemory {
+  unsigned* counts;  // [experts + 1]
+  int* offsets;      // [experts + 2], the first row of each
+  int* tiles;        // [experts + 1], the first tile of each
+  int* of_warps;     // [warps], rows of one expert that each warp has found
+  int* ids;          // [slots], those of all slots, if there is room for them
+
+  __host__ __device__ static int bytes(int experts, int warps, int slots) {
+    return (3 * (experts + 2) + warps + slots) * static_cast<int>(sizeof(int));
+  }
+
+  __device__ PlanMemory(uint8_t* memory, int experts, int warps) {
+    counts = reinterpret_cast<unsigned*>(memory);
+    offsets = reinterpret_cast<int*>(memory) + experts + 2;
+    tiles = offsets + experts + 2;
+    of_warps = tiles + experts + 2;
+    ids = of_warps + warps;
+  }
+};
+
+class Planner {
+ public:
+  // `copies_ids`: the memory has room for the ids of all slots, which every warp reads often.
+  __device__ Planner(const MoeRouteParams& params, uint8_t* memory, int warps, bool copies_ids)
+      : params_(params),
+        memory_(memory, params.experts, warps),
+        copies_ids_(copies_ids),
+        slots_(params.tokens * params.top_k),
+        thread_(static_cast<int>(threadIdx.x)),
+        lane_(thread_ % 32),
+        warp_(thread_ / 32) {}
+
+  // Counts the rows of all experts; by all threads. `threads` is their number.
+  __device__ __forceinline__ void count(int threads) {
+    const int experts = params_.experts;
+    for (int i = thread_; i <= experts; i += threads) {
+      memory_.counts[i] = 0;
+    }
+    __syncthreads();
+    for (int slot = thread_; slot < slots_; slot += threads) {
+      const int id = params_.ids[slot];
+      if (copies_ids_) {
+        memory_.ids[slot] = id;
+      }
+      atomicAdd(&memory_.counts[id < 0 ? experts : id], 1U);
+    }
+    __syncthreads();
+    if (warp_ == 0) {
+      scan();
+    }
+    __syncthreads();
+  }
+
+  // Writes offsets and the number of tiles; by all threads.
+  __device__ __forceinline__ void store_sizes(int threads) const {
+    for (int i = thread_; i <= params_.experts; i += threads) {
+      params_.offsets[i] = memory_.offsets[i];
+    }
+    if (thread_ == 0) {
+      *params_.n_tiles = memory_.tiles[params_.experts];
+    }
+  }
+
+  // Lists the rows and tiles of an expert, or of none (params.experts); by one warp.
+  __device__ __forceinline__ void list_by_warp(int expert) const {
+    list(expert, 0, slots_, memory_.offsets[expert]);
+    store_tiles(expert, lane_, 32);
+  }
+
+  // The same by `warps` warps, all of the CTA.
+  __device__ __forceinline__ void list_by_cta(int expert, int warps) const {
+    const int share = (slots_ + warps * 32 - 1) / (warps * 32) * 32;
+    const int first = min(warp_ * share, slots_), stop = min(first + share, slots_);
+    int found = 0;
+    for (int slot = first + lane_; slot - lane_ < stop; slot += 32) {
+      const bool mine = slot < stop && belongs(slot, expert);
+      found += __popc(__ballot_sync(0xffffffff, mine));
+    }
+    if (lane_ == 0) {
+      memory_.of_warps[warp_] = found;
+    }
+    __syncthreads();
+    int row = memory_.offsets[expert];
+    for (int i = 0; i < warp_; ++i) {
+      row += memory_.of_warps[i];
+    }
+    list(expert, first, stop, row);
+    store_tiles(expert, thread_, warps * 32);
+  }
+
+ private:
+  __device__ __forceinline__ bool belongs(int slot, int expert) const {
+    const int id = copies_ids_ ? memory_.ids[slot] : params_.ids[slot];
+    return expert == params_.experts ? id < 0 : id == expert;
+  }
+
+  // Sums up counts and tiles of the experts before each; by one warp.
+  __device__ __forceinline__ void scan() const {
+    int rows = 0, tiles = 0;
+    for (int first = 0; first <= params_.experts; first += 32) {
+      const int expert = first + lane_;
+      const int count = expert <= params_.experts ? static_cast<int>(memory_.counts[expert]) : 0;
+      const int count_tiles =
+          expert < params_.experts ? (count + params_.tile_tokens - 1) / params_.tile_tokens : 0;
+      int row_sum = count, tile_sum = count_tiles;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int row_before = __shfl_up_sync(0xffffffff, row_sum, distance);
+        const int tile_before = __shfl_up_sync(0xffffffff, tile_sum, distance);
+        row_sum += lane_ >= distance ? row_before : 0;
+        tile_sum += lane_ >= distance ? tile_before : 0;
+      }
+      if (expert <= params_.experts) {
+        memory_.offsets[expert] = rows + row_sum - count;
+        memory_.tiles[expert] = tiles + tile_sum - count_tiles;
+      }
+      rows += __shfl_sync(0xffffffff, row_sum, 31);
+      tiles += __shfl_sync(0xffffffff, tile_sum, 31);
+    }
+    if (lane_ == 0) {
+      memory_.offsets[params_.experts + 1] = rows;
+    }
+  }
+
+  // Writes the slots of an expert from `first` to `stop` as rows from `row` on; by one warp.
+  __device__ __forceinline__ void list(int expert, int first, int stop, int row) const {
+    for (int slot = first + lane_; slot - lane_ < stop; slot += 32) {
+      const bool mine = slot < stop && belongs(slot, expert);
+      const unsigned found = __ballot_sync(0xffffffff, mine);
+      if (mine) {
+        params_.rows[row + __popc(found & ((1U << lane_) - 1U))] = slot;
+      }
+      row += __popc(found);
+    }
+  }
+
+  __device__ __forceinline__ void store_tiles(int expert, int thread, int threads) const {
+    if (expert == params_.experts) {
+      return;
+    }
+    const int first = memory_.offsets[expert], stop = memory_.offsets[expert + 1];
+    int* const tiles = params_.tiles + int64_t(memory_.tiles[expert]) * 4;
+    const int count = (stop - first + params_.tile_tokens - 1) / params_.tile_tokens;
+    for (int i = thread; i < count; i += threads) {
+      const int row = first + i * params_.tile_tokens;
+      tiles[4 * i] = expert;
+      tiles[4 * i + 1] = row;
+      tiles[4 * i + 2] = min(row + params_.tile_tokens, stop);
+      tiles[4 * i + 3] = 0;
+    }
+  }
+
+  const MoeRouteParams& params_;
+  PlanMemory memory_;
+  bool copies_ids_;
+  int slots_, thread_, lane_, warp_;
+};
+
+}  // namespace ostinato::route

@@ -1,0 +1,226 @@
+// The experts of a token, by one warp: scores, groups, the best ones, their weights. Lane l has the
+// experts l, l + 32, ...
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace ostinato::route {
+
+namespace dtype {
+using bf16 = __nv_bfloat16;
+using fp16 = __half;
+using fp32 = float;
+}  // namespace dtype
+using Logit = dtype::OSTINATO_DTYPE;
+
+inline constexpr unsigned kAllLanes = 0xffffffff;
+inline constexpr float kLeastSum = 1e-20F;  // added to the sum that weights are divided by
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// A key that is larger for a larger number and, of equal ones, for a lower index; 0 is below all.
+__device__ __forceinline__ uint64_t key_of(float x, int index) {
+  const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0F));  // -0 becomes 0
+  const uint32_t ordered = (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
+  return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(index);
+}
+__device__ __forceinline__ int index_of(uint64_t key) {
+  return static_cast<int>(~static_cast<uint32_t>(key));
+}
+
+__device__ __forceinline__ uint64_t largest_of_warp(uint64_t key) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const uint64_t other = __shfl_xor_sync(kAllLanes, key, distance);
+    key = other > key ? other : key;
+  }
+  return key;
+}
+
+// By a fixed tree, so that a token's sum has the same bits in every call.
+__device__ __forceinline__ float sum_of_warp(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    x = __fadd_rn(x, __shfl_xor_sync(kAllLanes, x, distance));
+  }
+  return x;
+}
+
+__device__ __forceinline__ float max_of_warp(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, distance));
+  }
+  return x;
+}
+
+// The scores of a token, as functions of a logit.
+struct Scores {
+  bool sigmoid;
+  float most, sum;  // of softmax
+
+  __device__ __forceinline__ float of(float logit) const {
+    return sigmoid ? 1.0F / __fadd_rn(1.0F, expf(-logit)) : expf(logit - most) / sum;
+  }
+};
+
+template <int kPerLane>
+class Selection {
+ public:
+  // `memory` has room for an element of each expert, and is needed with groups.
+  __device__ Selection(const MoeRouteParams& params, float* memory)
+      : params_(params), memory_(memory), lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+  // Writes ids and weights of a token.
+  __device__ __forceinline__ void run(int token, bool real) {
+    const int64_t first = int64_t(token) * params_.top_k;
+    if (!real) {
+      store(first, -1, 0.0F);
+      return;
+    }
+    const Logit* const logits =
+        static_cast<const Logit*>(params_.logits) + token * params_.logits_stride;
+    float x[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int expert = lane_ + i * 32;
+      x[i] = expert < params_.experts ? to_float(logits[expert]) : -INFINITY;
+    }
+    const Scores scores = scores_of(x);
+    bool valid = scores.sigmoid || (scores.most > -INFINITY && scores.most < INFINITY);
+    float compared[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int expert = lane_ + i * 32;
+      const bool exists = expert < params_.experts;
+      compared[i] = params_.correction_bias != nullptr && exists
+                        ? __fadd_rn(scores.of(x[i]), params_.correction_bias[expert])
+                        : x[i];
+      valid = valid && !(exists && (x[i] != x[i] || compared[i] != compared[i]));
+    }
+    if (__any_sync(kAllLanes, !valid)) {
+      store(first, -1, __int_as_float(0x7fc00000));
+      return;
+    }
+    uint64_t keys[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int expert = lane_ + i * 32;
+      keys[i] = expert < params_.experts ? key_of(compared[i], expert) : 0;
+    }
+    if (params_.groups > 1) {
+      keep_groups(x, compared, scores, keys);
+    }
+    const int chosen = choose(keys);  // this lane's slot
+    const bool has_slot = lane_ < params_.top_k;
+    float weight = has_slot ? scores.of(to_float(logits[chosen])) : 0.0F;
+    if (params_.renormalize != 0) {
+      float total = __shfl_sync(kAllLanes, weight, 0);
+      for (int slot = 1; slot < params_.top_k; ++slot) {
+        total = __fadd_rn(total, __shfl_sync(kAllLanes, weight, slot));
+      }
+      weight = weight / __fadd_rn(total, kLeastSum);
+    }
+    store(first, chosen, __fmul_rn(weight, params_.routed_scale));
+  }
+
+ private:
+  __device__ __forceinline__ void store(int64_t first, int id, float weight) const {
+    if (lane_ < params_.top_k) {
+      params_.ids[first + lane_] = id;
+      params_.weights[first + lane_] = weight;
+    }
+  }
+
+  __device__ __forceinline__ Scores scores_of(const float (&x)[kPerLane]) const {
+    Scores scores = {params_.sigmoid != 0, 0.0F, 1.0F};
+    if (scores.sigmoid) {
+      return scores;
+    }
+    float most = -INFINITY, sum = 0.0F;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      most = fmaxf(most, x[i]);  // NaN is found apart
+    }
+    scores.most = max_of_warp(most);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      sum = __fadd_rn(sum, expf(x[i] - scores.most));
+    }
+    scores.sum = sum_of_warp(sum);
+    return scores;
+  }
+
+  // The indices of the top_k largest keys, one for each lane.
+  __device__ __forceinline__ int choose(uint64_t (&keys)[kPerLane]) const {
+    int chosen = 0;
+    for (int slot = 0; slot < params_.top_k; ++slot) {
+      uint64_t best = 0;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        best = keys[i] > best ? keys[i] : best;
+      }
+      best = largest_of_warp(best);
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        keys[i] = keys[i] == best ? 0 : keys[i];
+      }
+      chosen = lane_ == slot ? index_of(best) : chosen;
+    }
+    return chosen;
+  }
+
+  // Sets the keys of experts to 0 whose group is not among the best.
+  __device__ __forceinline__ void keep_groups(const float (&x)[kPerLane],
+                                              const float (&compared)[kPerLane],
+                                              const Scores& scores, uint64_t (&keys)[kPerLane]) {
+    const bool of_scores = params_.correction_bias == nullptr && params_.top2 != 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int expert = lane_ + i * 32;
+      if (expert < params_.experts) {
+        memory_[expert] = of_scores ? scores.of(x[i]) : compared[i];
+      }
+    }
+    __syncwarp();
+    const int size = params_.experts / params_.groups;
+    uint64_t key = 0;  // of this lane's group
+    if (lane_ < params_.groups) {
+      float best = -INFINITY, second = -INFINITY;
+      for (int i = 0; i < size; ++i) {
+        const float value = memory_[lane_ * size + i];
+        second = fmaxf(second, fminf(best, value));
+        best = fmaxf(best, value);
+      }
+      const bool adds = params_.top2 != 0 && size > 1;
+      key = key_of(adds ? __fadd_rn(best, second) : best, lane_);
+    }
+    bool kept = false;
+    for (int n = 0; n < params_.top_groups; ++n) {
+      const uint64_t best = largest_of_warp(kept ? 0 : key);
+      kept = kept || key == best;
+    }
+    const unsigned kept_groups = __ballot_sync(kAllLanes, kept);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int expert = lane_ + i * 32;
+      if (expert < params_.experts && (kept_groups >> expert / size & 1U) == 0) {
+        keys[i] = 0;
+      }
+    }
+    __syncwarp();  // the next token's values go to the same memory
+  }
+
+  const MoeRouteParams& params_;
+  float* memory_;
+  int lane_;
+};
+
+}  // namespace ostinato::route

@@ -1,0 +1,1 @@
+"""`bench moe`: blocks of mixtures of experts, ours and the peers'."""

@@ -1,0 +1,160 @@
+"""What a step's attention needs beside a layer's own tensors: made once, read by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import (
+    get_num_attention_heads_from_layers,
+    split_decodes_and_prefills,
+)
+
+from ... import ops
+from ...ops.attention import prefill_cuda
+from ...ops.attention.append_kv_cuda import append_kernel
+from ...ops.linear.precompile import Variant, precompile
+from .kv_views import CACHE_DTYPES
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sequences whose attention is one call of `ops.paged_attention`.
+
+    Args:
+        first: row of the first query.
+        last: row behind the last.
+        page_table: [sequences, max_pages] int32.
+        seq_lens: [sequences] int32.
+        cu_seqlens_q: [sequences + 1] int32 from `first` on; None where each has max_seqlen_q rows.
+        max_seqlen_q: the most rows of a sequence.
+    """
+
+    first: int
+    last: int
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    max_seqlen_q: int
+
+
+@dataclass
+class OstinatoMetadata(AttentionMetadata):
+    """A step: its decodes and its prompts, of which either may be missing."""
+
+    parts: tuple[Part, ...]
+    workspace: torch.Tensor
+    causal: bool
+    slot_mapping: torch.Tensor
+
+
+class OstinatoMetadataBuilder(AttentionMetadataBuilder):
+    """Splits a batch into decodes, which stand in front, and prompts.
+
+    Decodes all have as many queries, one or one more than there are speculative tokens, so that a
+    captured graph serves any lengths: they are read on the GPU.
+    """
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._dtype: torch.dtype = vllm_config.model_config.dtype
+        self._cache_dtype = CACHE_DTYPES.get(kv_cache_spec.kv_quant_mode, self._dtype)
+        heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
+        if heads is None:
+            heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        self._heads = heads
+        self._most_sequences: int = vllm_config.scheduler_config.max_num_seqs
+        self._most_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self._workspaces: list[torch.Tensor] = []
+        self._pages = 0
+        if device.type == "cuda":
+            precompile(self._kernels(), device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> OstinatoMetadata:
+        """Return the metadata of a step.
+
+        Raises:
+            ValueError: when a query may see keys after its own position in some sequences alone.
+        """
+        common = common_attn_metadata
+        if not isinstance(common.causal, bool):
+            raise ValueError("causal: got a tensor, expected one bool for all sequences")
+        decodes, prompts, decode_rows, _ = split_decodes_and_prefills(
+            common, decode_threshold=self.reorder_batch_threshold, require_uniform=True
+        )
+        table, lens = common.block_table_tensor, common.seq_lens
+        parts = []
+        if decode_rows:
+            # Behind the decodes of a batch there may be padding: sequences without queries.
+            rows = int(common.query_start_loc_cpu[1])
+            count = decode_rows // rows
+            parts.append(Part(0, rows * count, table[:count], lens[:count], None, rows))
+        if prompts:
+            starts = common.query_start_loc[decodes : decodes + prompts + 1]
+            parts.append(
+                Part(
+                    decode_rows,
+                    common.num_actual_tokens,
+                    table[decodes : decodes + prompts],
+                    lens[decodes : decodes + prompts],
+                    starts - decode_rows if decode_rows else starts,
+                    common.max_query_len,
+                )
+            )
+        return OstinatoMetadata(
+            tuple(parts), self._workspace(table), common.causal, common.slot_mapping
+        )
+
+    def _kernels(self) -> list[Variant]:
+        """Return what a step may launch beside the decode kernels, which the workspace is asked of.
+
+        Nothing is compiled while a graph is captured.
+        """
+        mode = self.kv_cache_spec.kv_quant_mode
+        prompts = prefill_cuda.prefill_kernels(
+            self._dtype,
+            self.kv_cache_spec.head_size,
+            kv_dtype=self._cache_dtype,
+            batch_invariant=self._batch_invariant,
+            token_scales=mode.is_per_token_head,
+        )
+        return [append_kernel(self._dtype, self._cache_dtype), *prompts]
+
+    def _workspace(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the scratch memory of all layers' calls; it is made at the first step, and stays.
+
+        The layers of a step run one after another, and each builder serves one stream at a time.
+        One for a wider page table may follow; graphs keep those that they were captured with.
+        """
+        if not self._workspaces or table.size(1) > self._pages:
+            self._pages = table.size(1)
+            needed = ops.paged_attention_workspace(
+                self._dtype,
+                self._heads,
+                self.kv_cache_spec.num_kv_heads,
+                self.kv_cache_spec.head_size,
+                max_batch=max(self._most_sequences, table.size(0)),
+                max_pages=self._pages,
+                page_size=self.kv_cache_spec.block_size,
+                max_seqlen_q=self._most_tokens,
+                kv_dtype=self._cache_dtype,
+                batch_invariant=self._batch_invariant,
+                device=self.device,
+            )
+            self._workspaces.append(torch.zeros(needed, dtype=torch.uint8, device=self.device))
+        return self._workspaces[-1]

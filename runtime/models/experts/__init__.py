@@ -1,0 +1,1 @@
+"""Mixtures of experts: routers, grouped products, and experts that all tokens share."""

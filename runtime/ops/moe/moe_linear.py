@@ -1,0 +1,212 @@
+"""Products of the rows of each expert with its weight."""
+
+from __future__ import annotations
+
+import torch
+
+from ..common import checks
+from ..common.device import has_kernel
+from ..common.sizes import ceil_div
+from ..common.torch_library import register
+from ..linear.block_scales import SCALE_CHANNELS
+from ..linear.linear import check_int32_sums
+from ..linear.packed_weight import WEIGHT_DTYPES
+from ..linear.quantize_cuda import GROUP
+from .moe_linear_cuda import MoeLinear, moe_gemm
+from .moe_linear_torch import multiply_rows
+from .packed_experts import PackedExperts
+from .plan import MoePlan, check_plan
+
+DESTINATIONS = ("experts", "slots")
+
+
+def moe_linear(
+    x: torch.Tensor,
+    w: torch.Tensor | PackedExperts,
+    plan: MoePlan,
+    *,
+    to: str,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> torch.Tensor:
+    """Multiply the rows of each expert by its weight: y = act(x·wᵀ), scaled as w is quantised.
+
+    There are two directions. `to="experts"`, the first product of a block, reads tokens and writes
+    the rows of experts: out[r] = act(x[token of row r] · w[expert of row r]ᵀ). `to="slots"`, the
+    second, reads those rows and writes slots: out[token, j] = act(x[r] · w[...]ᵀ) for the row r of
+    the token's j-th expert. What has no expert is not written: rows from `plan.n_rows` on, and
+    slots whose `plan.ids` is -1.
+
+    Sums, scales and activation are in fp32, rounded once; sums of int8 are exact, for K of at most
+    131071. A row has the same bits whatever other rows there are. The weights of an expert without
+    rows are not read.
+
+    On a Hopper GPU this is one launch of a kernel, compiled on first use; elsewhere torch's
+    operators multiply. The kernel is at its fastest with `PackedExperts`, which are constants. A
+    plain w is packed for the call, and x copied unless it and its rows are aligned to 16 bytes.
+
+    Args:
+        x: of w's dtype, int8, float8_e4m3fn, bf16, fp16 or fp32: [T, K] for `to="experts"`,
+            otherwise [T·top_k, K]. In fp32 torch's operators multiply.
+        w: [experts, N, K], plain or packed (`pack_experts`), with `gated` if there is an
+            activation.
+        plan: of `moe_route`, for T tokens.
+        to: "experts" or "slots".
+        x_scale: fp32, for 8-bit operands: [rows of x], a scale of each, or for e4m3
+            [ceil(K / 128), rows of x], a scale of each group of 128 of K (`quantize_per_group`).
+        w_scale: fp32, for 8-bit operands: [experts, N], or with groups
+            [experts, ceil(K / 128), ceil(N / 8)]: those of `channel_scales` for each expert. Of
+            w = [gate | up], N / 2 is then a multiple of 8.
+        activation: None, or "silu_mul" for w = [gate | up] along N: silu(gate) · up, N / 2 wide.
+        out_dtype: bf16, fp16 or fp32; None for x's, and for bf16 with 8-bit x. With 16-bit x, x's
+            dtype or fp32.
+        out: written and returned; [T·top_k, N or N / 2] of `out_dtype` for `to="experts"`,
+            otherwise [T, top_k, N or N / 2] whose slots are dense; allocated when None.
+        stream: see `ostinato.ops`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is launched.
+        MissingKernelError: when the kernel is not compiled, and must or can not be now.
+    """
+    checks.tensor("x", x, (*WEIGHT_DTYPES, torch.float32), ("rows", "K"))
+    device = x.device
+    check_plan(plan, device)
+    if to not in DESTINATIONS:
+        raise ValueError(f"to: got {to!r}, expected 'experts' or 'slots'")
+    if activation not in (None, "silu_mul"):
+        raise ValueError(f"activation: got {activation!r}, expected None or 'silu_mul'")
+    slots = plan.tokens * plan.top_k
+    rows = plan.tokens if to == "experts" else slots
+    if x.size(0) != rows:
+        raise ValueError(
+            f"x: got {x.size(0)} rows, expected {rows}, those of a plan for {plan.tokens} tokens"
+        )
+    gated = activation is not None
+    channels = _check_weight(x, w, plan, gated)
+    _check_scales(x, x_scale, w_scale, plan.experts, channels, gated)
+    out_dtype = _out_dtype(x.dtype, out_dtype)
+    width = channels // 2 if gated else channels
+    shape = (slots, width) if to == "experts" else (plan.tokens, plan.top_k, width)
+    if out is not None:
+        checks.output("out", out, (out_dtype,), shape, device)
+        if out.dim() == 3 and out.stride(0) != plan.top_k * out.stride(1) and plan.tokens > 1:
+            raise ValueError(f"out: got strides {list(out.stride())}, expected dense slots")
+    with checks.launch_stream(stream, device):
+        if out is None:
+            out = torch.empty(shape, dtype=out_dtype, device=device)
+        weight = w.data if isinstance(w, PackedExperts) else w
+        _op(
+            *(x, weight, x_scale, w_scale, channels, to == "experts", gated),
+            *(plan.ids, plan.rows, plan.offsets, plan.tiles, plan.n_tiles, plan.tile_tokens),
+            out,
+        )
+    return out
+
+
+def _out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
+    quantized = dtype in checks.QUANTIZED_DTYPES
+    if out_dtype is None:
+        return torch.bfloat16 if quantized else dtype
+    allowed = checks.FLOAT_DTYPES if quantized else (dtype, torch.float32)
+    checks.option("out_dtype", out_dtype, allowed)
+    return out_dtype
+
+
+def _check_weight(
+    x: torch.Tensor, w: torch.Tensor | PackedExperts, plan: MoePlan, gated: bool
+) -> int:
+    """Check w beside x and a plan; return its channels."""
+    if isinstance(w, PackedExperts):
+        if (w.experts, w.k) != (plan.experts, x.size(1)):
+            raise ValueError(
+                f"w: got shape {list(w.shape)}, expected [{plan.experts}, N, {x.size(1)}]"
+            )
+        if w.gated != gated:
+            raise ValueError(
+                f"w: got gated = {w.gated}, expected {gated} with "
+                f"activation = {'silu_mul' if gated else None!r}"
+            )
+        checks.tensor("w", w.data, (x.dtype,), w.data.shape, x.device)
+    else:
+        checks.tensor("w", w, (x.dtype,), (plan.experts, "N", x.size(1)), x.device)
+        checks.not_empty("w", w, "experts", "N", "K")
+        if gated and w.size(1) % 2:
+            raise ValueError(f"w: got N = {w.size(1)}, expected an even number, of gate and up")
+    checks.int32_sizes("w", w.shape, "experts", "N", "K")
+    checks.int32_sizes("w", (plan.experts * w.shape[1],), "experts·N")
+    if x.dtype is torch.int8:
+        check_int32_sums(x.size(1), largest=128)
+    return w.shape[1]
+
+
+def _check_scales(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    experts: int,
+    channels: int,
+    gated: bool,
+) -> None:
+    if x.dtype not in checks.QUANTIZED_DTYPES:
+        for name, scale in (("x_scale", x_scale), ("w_scale", w_scale)):
+            if scale is not None:
+                raise ValueError(f"{name}: got a tensor, expected None for {x.dtype}")
+        return
+    if x_scale is None or w_scale is None:
+        name = "x_scale" if x_scale is None else "w_scale"
+        raise ValueError(f"{name}: got None, expected a tensor for {x.dtype}")
+    fp32, (rows, k) = (torch.float32,), x.shape
+    if x.dtype is torch.int8 or x_scale.dim() == 1:
+        checks.tensor("x_scale", x_scale, fp32, (rows,), x.device)
+        checks.tensor("w_scale", w_scale, fp32, (experts, channels), x.device)
+        return
+    groups, scaled = ceil_div(k, GROUP), ceil_div(channels, SCALE_CHANNELS)
+    checks.tensor("x_scale", x_scale, fp32, (groups, rows), x.device)
+    checks.tensor("w_scale", w_scale, fp32, (experts, groups, scaled), x.device)
+    if gated and channels // 2 % SCALE_CHANNELS:
+        raise ValueError(
+            f"w: got {channels // 2} channels of the gate with scales of blocks, "
+            f"expected a multiple of {SCALE_CHANNELS}"
+        )
+
+
+def runs_experts_kernel(x: torch.Tensor) -> bool:
+    """Return whether x, or weights like it, are multiplied by the kernel of grouped products."""
+    return x.dtype is not torch.float32 and has_kernel(MoeLinear, x)
+
+
+def _moe_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    channels: int,
+    to_experts: bool,
+    gated: bool,
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    tiles: torch.Tensor,
+    n_tiles: torch.Tensor,
+    tile_tokens: int,
+    out: torch.Tensor,
+) -> None:
+    if out.numel() == 0:
+        return
+    if runs_experts_kernel(x):
+        rest = (ids.size(1), rows, offsets.size(0) - 1, tiles, n_tiles, tile_tokens, out)
+        moe_gemm(x, w, x_scale, w_scale, channels, to_experts, gated, *rest)
+        return
+    multiply_rows(x, w, x_scale, w_scale, channels, to_experts, gated, ids, rows, offsets, out)
+
+
+_op = register(
+    "moe_linear(Tensor x, Tensor w, Tensor? x_scale, Tensor? w_scale, int channels, "
+    "bool to_experts, bool gated, Tensor ids, Tensor rows, Tensor offsets, Tensor tiles, "
+    "Tensor n_tiles, int tile_tokens, Tensor(a!) out) -> ()",
+    _moe_linear,
+)

@@ -1,0 +1,173 @@
+"""Products of the rows of each expert on CUDA: from tensors to a launch of the grouped GEMM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from ...jit.loader import load
+from ...jit.registry import register_family
+from ...jit.sources import CSRC
+from ...jit.targets import HOPPER
+from ...jit.variant import FLOAT_DTYPES, Variant, check
+from ..common import pdl
+from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
+from ..common.sizes import ceil_div
+from ..linear.gemm_operands import aligned_copy, is_aligned, row_stride
+from ..linear.gemm_variants import DTYPES_16_BIT, GEMM_DTYPES, out_dtypes
+from ..linear.packed_weight import TILE_CHANNELS
+from .packed_experts import pack, tiles_of_expert
+from .plan import TILE_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeLinear(Variant):
+    """Grouped GEMM of packed experts (TMA, wgmma).
+
+    Args:
+        dtype: of x and w.
+        out_dtype: of the output: for 16-bit operands their own, or fp32.
+        tokens: most rows of a tile: 8, 16, 32, 64 or 128.
+        block_scales: a scale for each 128 of K of a row, and of 8 channels, for e4m3.
+    """
+
+    family: ClassVar[str] = "moe_linear"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "moe" / "moe_linear_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
+
+    dtype: str
+    out_dtype: str
+    tokens: int
+    block_scales: bool = False
+
+    def __post_init__(self) -> None:
+        check("dtype", self.dtype, GEMM_DTYPES)
+        check("out_dtype", self.out_dtype, out_dtypes(self.dtype))
+        check("tokens", self.tokens, TILE_TOKENS)
+        if self.block_scales and self.dtype != "e4m3":
+            raise ValueError(f"block_scales: got True with dtype {self.dtype!r}, expected 'e4m3'")
+
+    @property
+    def channels(self) -> int:
+        """Most channels of a tile: as many as sums of its rows leave registers for."""
+        return 256 if self.tokens == 128 and not self.block_scales else 128
+
+    @property
+    def name(self) -> str:
+        tile = f"{self.channels}x{self.tokens}"
+        name = f"{self.family}-{self.dtype}-{self.out_dtype}-{tile}"
+        return f"{name}-block_scales" if self.block_scales else name
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "OSTINATO_OPERAND": self.dtype,
+            "OSTINATO_OUT": self.out_dtype,
+            "OSTINATO_CHANNELS": str(self.channels),
+            "OSTINATO_TOKENS": str(self.tokens),
+            "OSTINATO_PINGPONG": "0",
+            "OSTINATO_FAST_ACCUM": str(int(self.dtype == "e4m3" and not self.block_scales)),
+            "OSTINATO_BLOCK_SCALES": str(int(self.block_scales)),
+        }
+
+
+MOE_LINEAR = tuple(
+    MoeLinear(dtype=dtype, out_dtype=out_dtype, tokens=tokens, block_scales=block_scales)
+    for dtype, block_scales in (
+        ("int8", False),
+        ("e4m3", False),
+        ("e4m3", True),
+        *((dtype, False) for dtype in DTYPES_16_BIT),
+    )
+    for tokens, out_dtype in product(TILE_TOKENS, FLOAT_DTYPES)
+    if out_dtype in out_dtypes(dtype)
+)
+register_family(MoeLinear, MOE_LINEAR)
+
+
+@cache
+def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -> int:
+    """Return how many channels of an expert a CTA multiplies at once.
+
+    As many as are compiled, or fewer where that spreads few tiles more evenly over the SMs: what
+    counts is how many weights the busiest one reads.
+
+    Args:
+        variant: the kernel.
+        sms: multiprocessors of the GPU.
+        tiles: most row tiles that there may be.
+        expert_tiles: tiles of 16 channels of an expert.
+    """
+    most = variant.channels // TILE_CHANNELS
+
+    def busiest(size: int) -> int:
+        return ceil_div(tiles * ceil_div(expert_tiles, size), sms) * size
+
+    # Narrower ones than half repeat the copies of x too often.
+    return TILE_CHANNELS * min(range(most, most // 2 - 1, -1), key=busiest)
+
+
+def moe_gemm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    channels: int,
+    to_experts: bool,
+    gated: bool,
+    top_k: int,
+    rows: torch.Tensor,
+    experts: int,
+    tiles: torch.Tensor,
+    n_tiles: torch.Tensor,
+    tile_tokens: int,
+    out: torch.Tensor,
+) -> None:
+    """Launch the product on torch's current stream.
+
+    The arguments are those of `ostinato.ops.moe_linear`, checked; w is plain or the data of
+    `PackedExperts`, and of its `channels` those of gate and up are counted together.
+    """
+    device = x.get_device()
+    with on_device(device):
+        if w.dim() == 3:
+            w = pack(w, gated)
+        if not is_aligned(x):
+            x = aligned_copy(x)
+        w_scale = None if w_scale is None else w_scale.contiguous()
+        variant = MoeLinear(
+            dtype=KERNEL_NAMES[x.dtype],
+            out_dtype=KERNEL_NAMES[out.dtype],
+            tokens=tile_tokens,
+            block_scales=x_scale is not None and x_scale.dim() == 2,
+        )
+        _, sms = gpu(device)
+        cut = tile_channels(variant, sms, tiles.size(0), tiles_of_expert(channels, gated))
+        stream = current_stream(device)
+        load(variant, device=device, stream=stream).launch(
+            x=x.data_ptr(),
+            x_stride=row_stride(x),
+            w=w.data_ptr(),
+            x_scale=address_of(x_scale),
+            x_scale_stride=x_scale.stride(0) if variant.block_scales and x_scale is not None else 0,
+            w_scale=address_of(w_scale),
+            rows=rows.data_ptr(),
+            tiles=tiles.data_ptr(),
+            n_tiles=n_tiles.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(-2),
+            experts=experts,
+            n=channels,
+            k=x.size(1),
+            top_k=top_k,
+            max_tiles=tiles.size(0),
+            to_experts=to_experts,
+            gated=gated,
+            tile_channels=cut,
+            pdl=pdl.enabled(),
+            stream=stream,
+        )

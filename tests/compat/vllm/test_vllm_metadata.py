@@ -1,0 +1,89 @@
+"""How a batch of vLLM is split into calls of our attention."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm_batches import common_of, config_of, spec_of
+
+from ostinato.compat.vllm.attention_metadata import OstinatoMetadataBuilder
+
+pytestmark = pytest.mark.usefixtures("hopper")
+CPU = torch.device("cpu")
+
+
+def builder_of(*, speculative: int = 0) -> OstinatoMetadataBuilder:
+    config = config_of(CPU)
+    if speculative:
+        config.speculative_config = SimpleNamespace(
+            num_speculative_tokens=speculative, parallel_drafting=False
+        )
+    return OstinatoMetadataBuilder(spec_of("auto"), [], config, CPU)
+
+
+def table_of(sequences: int) -> torch.Tensor:
+    return torch.arange(4 * sequences, dtype=torch.int32).view(sequences, 4)
+
+
+def spans(metadata: Any) -> list[tuple[int, int, int, int, bool]]:
+    """Return of each part its rows, its sequences, their most rows, and if they are all alike."""
+    return [
+        (p.first, p.last, p.seq_lens.size(0), p.max_seqlen_q, p.cu_seqlens_q is None)
+        for p in metadata.parts
+    ]
+
+
+def test_decodes_are_one_call_without_offsets() -> None:
+    metadata = builder_of().build(0, common_of([1, 1, 1], [4, 9, 2], table_of(3)))
+    assert spans(metadata) == [(0, 3, 3, 1, True)]
+
+
+def test_prompts_are_one_call_with_offsets() -> None:
+    metadata = builder_of().build(0, common_of([4, 2], [4, 9], table_of(2)))
+    assert spans(metadata) == [(0, 6, 2, 4, False)]
+    assert metadata.parts[0].cu_seqlens_q.tolist() == [0, 4, 6]
+
+
+def test_a_mixed_batch_is_two_calls() -> None:
+    metadata = builder_of().build(0, common_of([1, 1, 4, 2], [4, 9, 4, 3], table_of(4)))
+    assert spans(metadata) == [(0, 2, 2, 1, True), (2, 8, 2, 4, False)]
+    assert metadata.parts[1].cu_seqlens_q.tolist() == [0, 4, 6]
+    assert metadata.parts[1].page_table.tolist() == table_of(4)[2:].tolist()
+
+
+def test_a_padded_graph_takes_padding_as_decodes() -> None:
+    common = common_of([1, 1, 0, 0], [4, 9, 0, 0], table_of(4), tokens=4)
+    assert spans(builder_of().build(0, common)) == [(0, 4, 4, 1, True)]
+
+
+def test_verified_drafts_are_decodes_of_several_rows() -> None:
+    builder = builder_of(speculative=2)
+    assert spans(builder.build(0, common_of([3, 3], [7, 9], table_of(2)))) == [(0, 6, 2, 3, True)]
+    common = common_of([3, 3, 0], [7, 9, 0], table_of(3), tokens=9)
+    assert spans(builder.build(0, common)) == [(0, 9, 3, 3, True)]
+    common = common_of([3, 3, 8], [7, 9, 8], table_of(3))
+    assert spans(builder.build(0, common)) == [(0, 6, 2, 3, True), (6, 14, 1, 8, False)]
+
+
+def test_graphs_are_captured_of_uniform_batches() -> None:
+    support = OstinatoMetadataBuilder.get_cudagraph_support(config_of(CPU), spec_of("auto"))
+    assert support is AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_a_mask_of_each_sequence_is_refused() -> None:
+    common = common_of([1], [4], table_of(1), causal=torch.ones(1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="causal: got a tensor, expected one bool"):
+        builder_of().build(0, common)
+
+
+def test_workspace_stays_and_follows_a_wider_table() -> None:
+    builder = builder_of()
+    first = builder.build(0, common_of([1], [4], table_of(1))).workspace
+    assert builder.build(0, common_of([1, 1], [4, 2], table_of(2))).workspace is first
+    wider = torch.zeros(1, 9, dtype=torch.int32)
+    assert builder.build(0, common_of([1], [4], wider)).workspace is not first
+    assert builder._workspaces[0] is first

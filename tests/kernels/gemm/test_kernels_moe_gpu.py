@@ -1,0 +1,108 @@
+"""The grouped GEMM on a GPU: bits that no delay and no size of a tile changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels_gemm import load
+
+from ostinato import _C, ops
+from ostinato.jit.mode import RELEASE, BuildMode
+from ostinato.jit.variant import Variant
+from ostinato.ops.moe.moe_linear_cuda import MoeLinear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
+
+_SITES = ("weights", "tokens", "consumer", "release")
+_VARIANTS = (
+    MoeLinear(dtype="int8", out_dtype="bf16", tokens=8),
+    MoeLinear(dtype="bf16", out_dtype="bf16", tokens=32),
+    MoeLinear(dtype="e4m3", out_dtype="bf16", tokens=64, block_scales=True),
+    MoeLinear(dtype="int8", out_dtype="bf16", tokens=128),
+)
+_DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+
+Libraries = dict[tuple[Variant, BuildMode], _C.Library]
+
+
+@pytest.fixture(scope="module")
+def libraries() -> Libraries:
+    modes = (RELEASE, *(BuildMode(delay_site=site) for site in _SITES))
+    return load([(variant, mode) for variant in _VARIANTS for mode in modes])
+
+
+def _launch(
+    library: _C.Library, variant: MoeLinear, plan: ops.MoePlan, tile_channels: int
+) -> torch.Tensor:
+    """Return a gated product of operands that are the same at every call."""
+    experts, n, k = plan.experts, 1040, 1500
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, w = (
+        torch.randn(*shape, generator=generator, device="cuda")
+        for shape in ((plan.tokens, k + 4), (experts, n, k))
+    )
+    if variant.dtype == "int8":
+        x, w = x * 40, w * 40
+    dtype = _DTYPES[variant.dtype]
+    x, packed = x.to(dtype)[:, :k], ops.pack_experts(w.to(dtype), gated=True)
+    groups = -(-k // 128)
+    x_scale, w_scale = (
+        torch.rand(size, generator=generator, device="cuda") / 100
+        for size in (groups * plan.tokens, experts * groups * n)
+    )
+    padded = torch.zeros(plan.tokens, -(-k // 16) * 16, dtype=dtype, device="cuda")
+    padded.view(torch.int8)[:, : k * x.itemsize].copy_(x.contiguous().view(torch.int8))
+    out = torch.full((plan.rows.size(0), n // 2), 7.0, dtype=torch.bfloat16, device="cuda")
+    scaled = variant.dtype != "bf16"
+    library.launch(
+        x=padded.data_ptr(),
+        x_stride=padded.stride(0),
+        w=packed.data.data_ptr(),
+        x_scale=x_scale.data_ptr() if scaled else 0,
+        x_scale_stride=plan.tokens,
+        w_scale=w_scale.data_ptr() if scaled else 0,
+        rows=plan.rows.data_ptr(),
+        tiles=plan.tiles.data_ptr(),
+        n_tiles=plan.n_tiles.data_ptr(),
+        out=out.data_ptr(),
+        out_stride=out.stride(0),
+        experts=experts,
+        n=n,
+        k=k,
+        top_k=plan.top_k,
+        max_tiles=plan.tiles.size(0),
+        to_experts=True,
+        gated=True,
+        tile_channels=tile_channels,
+        pdl=True,
+        stream=torch.cuda.current_stream().cuda_stream,
+    )
+    return out
+
+
+def _plan(variant: MoeLinear) -> ops.MoePlan:
+    """Return a plan whose tiles have as many rows as the kernel's, some of them full."""
+    experts, top_k = 16, 2
+    tokens = {8: 24, 32: 100, 64: 200, 128: 700}[variant.tokens]
+    plan = ops.moe_route(torch.randn(tokens, experts).cuda(), top_k)
+    assert plan.tile_tokens == variant.tokens
+    return plan
+
+
+@pytest.mark.parametrize("variant", _VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("site", _SITES)
+def test_injected_delays_change_no_bit(libraries: Libraries, site: str, variant: MoeLinear) -> None:
+    plan = _plan(variant)
+    expected = _launch(libraries[variant, RELEASE], variant, plan, 0)
+    for _ in range(3):
+        got = _launch(libraries[variant, BuildMode(delay_site=site)], variant, plan, 0)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("variant", _VARIANTS, ids=lambda variant: variant.name)
+def test_every_size_of_a_tile_gives_the_same_bits(libraries: Libraries, variant: MoeLinear) -> None:
+    plan = _plan(variant)
+    expected = _launch(libraries[variant, RELEASE], variant, plan, 0)
+    for channels in range(16, variant.channels + 1, 16):
+        got = _launch(libraries[variant, RELEASE], variant, plan, channels)
+        assert torch.equal(got, expected), channels

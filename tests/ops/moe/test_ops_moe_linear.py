@@ -1,0 +1,210 @@
+"""Products of the rows of each expert."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from moe_cases import FORMATS, operands, routing
+from ops_cases import E4M3, FLOATS, assert_same_bits, int32
+
+from ostinato import ops
+from ostinato.ops import reference
+from ostinato.ops.moe.moe_linear_torch import multiply_slot_by_slot
+
+
+def expected_of(
+    x: torch.Tensor, w: torch.Tensor, plan: ops.MoePlan, dtype: torch.dtype, **options: Any
+) -> torch.Tensor:
+    on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    here = ops.MoePlan(*(p.cpu() if isinstance(p, torch.Tensor) else p for p in plan))
+    return reference.moe_linear(x.cpu(), w.cpu(), here, dtype=dtype, **on_cpu)
+
+
+def assert_near(got: torch.Tensor, exact: torch.Tensor, k: int) -> None:
+    """Demand the rounding to the output's dtype and that of fp32 sums of k products."""
+    error = (got.double().cpu() - exact).abs()
+    # Products of 1/sqrt(k) weights, or of scaled codes: sums of about 1.
+    slack = 8 * torch.finfo(torch.float32).eps * k**0.5 * exact.abs().amax().clamp(min=1)
+    assert (error <= torch.finfo(got.dtype).eps / 2 * exact.abs() * 1.01 + slack).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("to", ["experts", "slots"])
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_each_format_as_its_twin(form: str, activation: str | None, to: str, packed: bool) -> None:
+    device = torch.device("cpu")
+    tokens, experts, top_k, n, k = 5, 6, 2, 48, 200
+    plan = routing(tokens, experts, top_k, device)
+    rows = tokens if to == "experts" else tokens * top_k
+    x, w, scales = operands(form, rows, experts, n, k, device)
+    weight = ops.pack_experts(w, gated=activation is not None) if packed else w
+    options: dict[str, Any] = {"to": to, "activation": activation, **scales}
+    exact = expected_of(x, w, plan, torch.float64, **options)
+    out_dtypes = FLOATS if x.itemsize == 1 else (x.dtype, torch.float32)
+    for out_dtype in out_dtypes:
+        got = ops.moe_linear(x, weight, plan, out_dtype=out_dtype, **options)
+        assert got.dtype is out_dtype
+        assert_near(got, exact, k)
+
+
+def test_dtype_of_the_result_by_default() -> None:
+    plan = routing(2, 4, 1, torch.device("cpu"))
+    for form, dtype in (("int8", torch.bfloat16), ("fp16", torch.float16)):
+        x, w, scales = operands(form, 2, 4, 8, 16, torch.device("cpu"))
+        assert ops.moe_linear(x, w, plan, to="experts", **scales).dtype is dtype
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", ["random", "one"])
+def test_a_row_has_the_same_bits_in_every_batch(form: str, kind: str) -> None:
+    """Alone, beside others, and beside padding that goes to no expert."""
+    device = torch.device("cpu")
+    tokens, experts, top_k, n, k = 19, 8, 3, 24, 160
+    logits = torch.randn(tokens, experts)
+    if kind == "one":
+        logits[:, :3] += 50
+    x, w, scales = operands(form, tokens, experts, n, k, device)
+
+    def block(start: int, stop: int, active: int) -> torch.Tensor:
+        plan = ops.moe_route(logits[start:stop], top_k, n_active=int32([active], device))
+        options = dict(scales)
+        if scales:
+            options["x_scale"] = scales["x_scale"][..., start:stop]
+        y = ops.moe_linear(x[start:stop], w, plan, to="experts", **options)
+        # Rows are sorted by expert: back to slots.
+        slots = torch.empty_like(y)
+        slots[plan.rows.long()] = y
+        return slots.view(stop - start, top_k, n)[:active]
+
+    whole = block(0, tokens, tokens)
+    assert_same_bits(block(0, tokens, 7), whole[:7])
+    for start, stop in ((0, 1), (4, 6), (3, 19)):
+        assert_same_bits(block(start, stop, stop - start), whole[start:stop])
+
+
+def test_what_has_no_expert_is_not_written() -> None:
+    device = torch.device("cpu")
+    logits = torch.randn(6, 4)
+    logits[2] = math.nan
+    plan = ops.moe_route(logits, 2, n_active=int32([5], device))
+    x, w, _ = operands("bf16", 6, 4, 8, 16, device)
+    out = torch.full((12, 8), 7.0, dtype=torch.bfloat16)
+    ops.moe_linear(x, w, plan, to="experts", out=out)
+    assert (out[8:] == 7).all()
+    assert (out[:8] != 7).any(1).all()
+    slots = torch.full((6, 2, 8), 7.0, dtype=torch.bfloat16)
+    rows = torch.full((12, 16), math.nan, dtype=torch.bfloat16)
+    rows[:8] = 1
+    ops.moe_linear(rows, w, plan, to="slots", out=slots)
+    assert (slots[[2, 5]] == 7).all()
+    assert slots.isfinite().all()
+
+
+def test_weights_of_unchosen_experts_may_be_anything() -> None:
+    device = torch.device("cpu")
+    plan = routing(4, 8, 2, device, kind="one")
+    x, w, _ = operands("bf16", 4, 8, 8, 16, device)
+    w[2:] = math.nan
+    assert ops.moe_linear(x, w, plan, to="experts").isfinite().all()
+
+
+@pytest.mark.parametrize("n", [2, 16, 24, 40])
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3, torch.bfloat16], ids=str)
+def test_packing_and_back(n: int, dtype: torch.dtype) -> None:
+    w = torch.randint(-100, 100, (3, n, 70)).to(dtype)
+    for gated in (False, True):
+        packed = ops.pack_experts(w, gated=gated)
+        assert packed.shape == w.shape
+        assert_same_bits(packed.unpack(), w)
+
+
+def test_a_gated_tile_has_both_halves() -> None:
+    """Channels 8 to 15 of the gate and of up are the second tile."""
+    w = torch.arange(32, dtype=torch.int8).view(1, 32, 1).expand(1, 32, 64)
+    packed = ops.pack_experts(w, gated=True)
+    assert packed.data[1, 0, :, 0].tolist() == [*range(8, 16), *range(24, 32)]
+
+
+PLAN = routing(2, 4, 2, torch.device("cpu"))
+X, W, SCALES = operands("e4m3", 2, 4, 16, 32, torch.device("cpu"))
+ROWS = operands("block", 2, 4, 24, 300, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": X[:1]}, ValueError, "x: got 1 rows, expected 2, those of a plan for 2 tokens"),
+        ({"to": "slots"}, ValueError, "x: got 2 rows, expected 4"),
+        ({"to": "tokens"}, ValueError, "to: got 'tokens', expected 'experts' or 'slots'"),
+        ({"x": X.float()}, TypeError, "x: got dtype torch.float32"),
+        ({"w": W[:3]}, ValueError, r"w: got shape \[3, 16, 32\], expected \[4, N, 32\]"),
+        ({"w": W.view(torch.int8)}, TypeError, "w: got dtype torch.int8"),
+        ({"w": ops.pack_experts(W[:, :, :31])}, ValueError, r"w: got shape \[4, 16, 31\]"),
+        ({"w": ops.pack_experts(W, gated=True)}, ValueError, "w: got gated = True, expected Fa"),
+        ({"activation": "gelu"}, ValueError, "activation: got 'gelu'"),
+        ({"activation": "silu_mul", "w": W[:, :15]}, ValueError, "w: got N = 15, expected an"),
+        ({"x_scale": None}, ValueError, "x_scale: got None, expected a tensor for"),
+        ({"w_scale": torch.ones(4, 15)}, ValueError, r"w_scale: got shape \[4, 15\]"),
+        ({"plan": PLAN.ids}, TypeError, "plan: got Tensor, expected a MoePlan"),
+        ({"plan": PLAN._replace(tile_tokens=24)}, ValueError, "plan.tile_tokens: got 24"),
+        ({"plan": PLAN._replace(rows=PLAN.rows[:3])}, ValueError, r"plan.rows: got shape \[3\]"),
+        ({"out_dtype": torch.int8}, TypeError, "out_dtype: got torch.int8"),
+        ({"out": torch.empty(4, 15).bfloat16()}, ValueError, r"out: got shape \[4, 15\]"),
+        (
+            {"x": ROWS[0], "w": ROWS[1], **ROWS[2], "activation": "silu_mul"},
+            ValueError,
+            "w: got 12 channels of the gate with scales of blocks, expected a multiple of 8",
+        ),
+        (
+            {"x": torch.ones(2, 32).bfloat16(), "w": torch.ones(4, 16, 32).bfloat16()},
+            ValueError,
+            "x_scale: got a tensor, expected None",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {"x": X, "w": W, "plan": PLAN, "to": "experts", **SCALES} | change
+    with pytest.raises(error, match=message):
+        ops.moe_linear(**arguments)
+
+
+def test_bad_experts_are_named() -> None:
+    with pytest.raises(ValueError, match=r"w: got 15 channels, expected an even number"):
+        ops.pack_experts(W[:, :15], gated=True)
+    with pytest.raises(ValueError, match=r"w: got shape \[16, 32\]"):
+        ops.pack_experts(W[0])
+    with pytest.raises(ValueError, match="w: got experts = 0"):
+        ops.pack_experts(W[:0])
+    with pytest.raises(ValueError, match=r"data: got shape"):
+        ops.PackedExperts(ops.pack_experts(W).data, 4, 17, 32)
+
+
+@pytest.mark.parametrize("to", ["experts", "slots"])
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_way_of_gpus_without_a_kernel(form: str, activation: str | None, to: str) -> None:
+    """Row by row, by copies of weights: the same, and nothing for slots without an expert."""
+    device = torch.device("cpu")
+    tokens, experts, top_k, n, k = 5, 6, 2, 48, 200
+    logits = torch.randn(tokens, experts)
+    logits[1] = math.nan
+    plan = ops.moe_route(logits, top_k)
+    rows = tokens if to == "experts" else tokens * top_k
+    x, w, scales = operands(form, rows, experts, n, k, device)
+    options: dict[str, Any] = {"to": to, "activation": activation, **scales}
+    exact = expected_of(x, w, plan, torch.float64, **options).flatten(0, -2)
+    out = torch.full(exact.shape, 7.0)
+    given = (scales.get("x_scale"), scales.get("w_scale"), to == "experts", bool(activation))
+    multiply_slot_by_slot(x, w, *given, plan.ids.flatten(), plan.rows, top_k, out)
+    there = torch.zeros(len(out), dtype=torch.bool)
+    used = int(plan.n_rows)
+    there[:used] = to == "experts"
+    there[plan.rows[:used].long()] |= to == "slots"
+    assert_near(out[there], exact[there], k)
+    assert (out[~there] == 7).all()
