@@ -16,8 +16,8 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/integrations/*.md \
              docs/kernels/*.md docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-search test-clients test-browser test-ray test-vllm test-gpu \
-        test-real test-real-gpu gpu-kernels lint format install dist docs kernels-wheel
+.PHONY: demo test test-long test-search test-clients test-browser test-ray test-vllm test-sglang \
+        test-gpu test-real test-real-gpu gpu-kernels lint format install dist docs kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -65,6 +65,19 @@ test-vllm: $(VENV)/.vllm
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"
+
+# The plug-in for SGLang against SGLang's own classes, on the CPU. Its Python files are in a folder of
+# their own, which no other target sees.
+SGLANG := $(VENV)/sglang-site
+
+test-sglang: $(SGLANG)/.installed
+	PYTHONPATH=$(SGLANG) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -W ignore $(COVERAGE) \
+	    tests/compat/test_compat_sglang_*.py
+
+$(SGLANG)/.installed: tests/compat/sglang_requirements.txt | $(VENV)/.test
+	rm -rf $(SGLANG)
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target $(SGLANG) -r $<
+	touch $@
 
 # Pretrained models, fetched once into ~/.cache/ostinato-tests or OSTINATO_TEST_CACHE: answers, and
 # nats a token of quantised weights. With RESULTS=FILE what is measured is written there, by one

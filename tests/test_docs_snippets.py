@@ -27,7 +27,9 @@ FOLLOWED = {
     "docs/how-to/add-a-weight-format.md": "tests/checkpoint/test_checkpoint_add_a_format.py",
     "docs/how-to/add-an-architecture.md": "tests/ops/common/test_ops_architectures.py",
     "docs/how-to/add-an-op.md": "tests/ops/test_ops_add_an_op.py",
-    "docs/how-to/nano-vllm.md": "tests/test_examples.py",
+    "docs/integrations/flash-attn.md": "tests/compat/test_compat_pages.py",
+    "docs/integrations/torch-compile.md": "tests/compat/test_compat_pages.py",
+    "docs/integrations/transformers.md": "tests/compat/test_compat_pages.py",
 }
 # What a page takes as known: code that runs before each of its blocks, in one namespace.
 # None: another test runs the block.

@@ -36,7 +36,7 @@ def main() -> None:
     packages = [f"ostinato.{page.stem}" for page in sorted(Path("docs/api").glob("*.md"))]
     packages.remove("ostinato.index")
     packages.remove("ostinato.compat")
-    packages += ["ostinato.compat.flash_attn", "ostinato.compat.transformers"]
+    packages += [f"ostinato.compat.{name}" for name in ("flash_attn", "sglang", "transformers")]
     absent = [name for package in packages for name in missing(site, package)]
     if absent:
         raise SystemExit(f"{site}: got API pages without {', '.join(absent)}, expected them there")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from ...checkpoint.scales import read_scale
 from ...checkpoint.section import CONFIG_FILE
 from ...checkpoint.storage.base import StoredScheme, Target
 from ...checkpoint.storage.dense import DENSE
+from ...jit.variant import Variant
 from ...models.parts import DENSE_DTYPES, Module
+from ...ops.linear.precompile import precompile
 from .linear_module import QuantizedLinear
 
 # Classes that transformers puts in the place of linear modules, whose forward is theirs.
@@ -73,7 +75,7 @@ def replace_linears(
     Raises:
         CheckpointError: when there is no such checkpoint, or it is damaged.
         UnsupportedCheckpointError: naming the field, for another quantisation.
-        KernelError: when a kernel is not compiled and can not be compiled now.
+        KernelBuildError: when compiling a kernel fails.
         TypeError: when `model` is no module, or of another dtype.
         ValueError: when the model is quantised and nothing says what it was loaded from.
     """
@@ -113,7 +115,22 @@ def quantize_linears(
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, ours)
             result.replaced.append(name)
+    _compile_kernels(model, result.replaced, dtype)
     return result
+
+
+def _compile_kernels(model: torch.nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
+    """Compile side by side what replaced modules on CUDA launch, not one by one at first use."""
+    variants: dict[torch.device, list[Variant]] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        assert isinstance(module, QuantizedLinear)
+        device = module.get_buffer("tensor_0").device
+        if device.type == "cuda":
+            found = module.layer.kernels("per_token", dtype)
+            variants.setdefault(device, []).extend(found)
+    for device, needed in variants.items():
+        precompile(needed, device)
 
 
 def _folder(model: Any, checkpoint: str | os.PathLike[str] | None) -> Path | None:
