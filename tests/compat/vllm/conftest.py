@@ -39,7 +39,7 @@ def hopper(_parallel: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     register()
     monkeypatch.setattr(
-        type(current_platform), "get_device_capability", lambda *_: DeviceCapability(9, 0)
+        type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(9, 0)
     )
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
         yield

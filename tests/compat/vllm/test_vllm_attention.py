@@ -144,7 +144,7 @@ def test_writing_leaves_other_slots_alone(device: torch.device) -> None:
     written = torch.zeros(32, 16, dtype=torch.bool)
     for b, keys in enumerate(case.k_lens):
         for at in range(keys):
-            written[case.table[b, at // 16], at % 16] = True
+            written[int(case.table[b, at // 16]), at % 16] = True
     same = (before == case.cache).all(3).all(1).cpu()
     assert torch.equal(same, ~written)
 

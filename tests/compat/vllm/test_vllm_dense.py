@@ -68,7 +68,7 @@ def test_what_is_no_linear_layer_stays_with_vllm() -> None:
 
 
 def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: None)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: None)
     with pytest.raises(ValueError, match="quantization: ostinato needs a CUDA GPU"):
         linear_of(16, 16)
 
