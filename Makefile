@@ -13,8 +13,8 @@ CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp'
 
 # Results are records, and not held to it.
 PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/README.md \
-           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
-             docs/notebooks/*.md docs/integrations/*.md)
+           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/integrations/*.md \
+             docs/kernels/*.md docs/notebooks/*.md)
 
 .PHONY: demo test test-long test-search test-clients test-browser test-ray test-vllm test-sglang \
         test-gpu test-real test-real-gpu gpu-kernels lint format install dist docs kernels-wheel
@@ -61,7 +61,7 @@ test-ray: $(VENV)/.test $(RAY)/.installed
 VLLM := $(VENV)/vllm
 
 test-vllm: $(VENV)/.vllm
-	PYTHONPATH=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compat/vllm
+	PYTHONPATH=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compat/vllm $(COVERAGE)
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"
@@ -193,6 +193,7 @@ $(RAY)/.installed: $(VENV)/.test
 
 $(VENV)/.browser: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt playwright
+	touch $@
 
 # No cache: pip would take the wheel without binaries for vLLM elsewhere on this machine, too.
 $(VENV)/.vllm: $(VENV)/.test tests/compat/vllm/requirements.txt

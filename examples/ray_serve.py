@@ -111,7 +111,9 @@ class Replica:
             self._service.close()
 
 
-@serve.deployment(max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0})
+@serve.deployment(
+    max_ongoing_requests=4096, graceful_shutdown_timeout_s=60, ray_actor_options={"num_cpus": 0}
+)
 class Router:
     """Takes requests, and sees to it that each gets an answer.
 
@@ -232,14 +234,16 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
-    # RAY_ADDRESS names a Ray that runs; else one is started here.
-    ray.init(**({} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}))
+    # RAY_ADDRESS names a Ray that runs; else one is started here, and ends with this program.
+    own = "RAY_ADDRESS" not in os.environ
+    context = ray.init(**({"include_dashboard": False} if own else {}))
+    print(f"RAY_ADDRESS={context.address_info['gcs_address']}", flush=True)
     serve.start(http_options={"host": args.host, "port": args.port})
     folder = args.model.resolve()
     needs = {"num_gpus": 1} if torch.cuda.is_available() else {"num_cpus": 1}
     replicas = Replica.options(num_replicas=args.replicas, ray_actor_options=needs)
     bound = replicas.bind(str(folder), args.name or folder.name, args.max_batch)
-    serve.run(Router.bind(bound), blocking=True)
+    serve.run(Router.bind(bound), blocking=own)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,7 @@ folder = "{ROOT / "examples" / "tiny-llama"}"
 model, tokenizer = load_model(folder), load_tokenizer(folder)
 """
     ],
+    "docs/moe.md": [""],
     "docs/w8a8.md": [
         """
 import torch

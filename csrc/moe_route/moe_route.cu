@@ -127,8 +127,6 @@ cudaError_t allow_smem() {
 
 OSTINATO_EXPORT int ostinato_prepare(void) {
   using namespace ostinato::route;
-  OSTINATO_RETURN_IF_ERROR(allow_smem<1>());
-  OSTINATO_RETURN_IF_ERROR(allow_smem<2>());
   OSTINATO_RETURN_IF_ERROR(allow_smem<4>());
   OSTINATO_RETURN_IF_ERROR(allow_smem<8>());
   return allow_smem<16>();
@@ -141,9 +139,5 @@ OSTINATO_LAUNCH(ostinato::MoeRouteParams) {
     return cudaErrorInvalidValue;
   }
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  return p.experts <= 32    ? route<1>(p, on)
-         : p.experts <= 64  ? route<2>(p, on)
-         : p.experts <= 128 ? route<4>(p, on)
-         : p.experts <= 256 ? route<8>(p, on)
-                            : route<16>(p, on);
+  return p.experts <= 128 ? route<4>(p, on) : p.experts <= 256 ? route<8>(p, on) : route<16>(p, on);
 }

@@ -50,6 +50,7 @@ SCHEMES: dict[str, _Scheme] = {
     "fp8": W8A8Scheme(torch.float8_e4m3fn, per_channel=True, static_input=False),
     "fp8-block": FP8BlockScheme(),
 }
+_EXPERTS_DIMENSIONS = 3  # of a weight [experts, rows, columns]
 KV_CACHES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -300,13 +301,19 @@ class _Conversion:
         return found
 
     def _plan(self, spec: TensorSpec) -> Iterator[PlannedTensor]:
-        name = self.reader.found_name(spec)
+        name = self._name(spec)
         if spec.name in self.chosen:
             assert self.scheme is not None, "it has chosen"
             yield PlannedTensor(name, self.scheme.dtype, spec.shape)
             yield PlannedTensor(_scale_name(name), self.scale_dtype, self._scale_shape(spec))
         else:
             yield _as_it_is(name, self.reader.read(spec))
+
+    def _name(self, spec: TensorSpec) -> str:
+        """Return what a tensor is called: that of experts together as it was, others as usual."""
+        if len(spec.shape) == _EXPERTS_DIMENSIONS:
+            return self.reader.found_name(spec)
+        return self.reader.stored_name(spec.name)
 
     def _scale_shape(self, spec: TensorSpec) -> tuple[int, ...]:
         *experts, rows, columns = spec.shape
@@ -315,13 +322,13 @@ class _Conversion:
         return *experts, rows, 1
 
     def _convert(self, spec: TensorSpec, writer: CheckpointWriter) -> None:
-        tensor, name = self.reader.read(spec), self.reader.found_name(spec)
+        tensor, name = self.reader.read(spec), self._name(spec)
         try:
             if spec.name not in self.chosen:
                 require_finite(self.reader, spec)
                 writer.write(name, self.factors.apply(spec.name, tensor))
                 return
-            if tensor.dim() == 3:
+            if tensor.dim() == _EXPERTS_DIMENSIONS:
                 pairs = [self._quantized(spec.name, of_expert) for of_expert in tensor]
                 values, scale = (torch.stack(found) for found in zip(*pairs, strict=True))
             else:

@@ -16,8 +16,9 @@ Common to all of them:
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
 - On GPUs from sm_80 on `embed`, quantisation, norms, activation functions, `append_kv`,
-  `merge_states`, `softcap`, `process_logits`, `sample` and `token_logprobs` are kernels of ours, on
-  Hopper GPUs W8A8 and 16-bit products and attention too (`python -m ostinato env` lists them). They
+  `merge_states`, `moe_route`, `moe_combine`, `softcap`, `process_logits`, `sample` and
+  `token_logprobs` are kernels of ours, on Hopper GPUs W8A8 and 16-bit products, those of experts
+  among them, and attention too (`python -m ostinato env` lists them). They
   are compiled on first use (`python -m ostinato build` does it before) and, from sm_90 on, launched
   so that they overlap the end of the kernel before them; what this asks of packed weights and norm
   weights, those ops say.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shared_beginnings import check_shared_beginnings
 
 from effort import effort
 from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, TokenEvent
@@ -195,24 +196,6 @@ def test_shared_prefixes_save_work_and_change_no_token(cache: str, device: torch
     # are needed.
     again = 4 if device.type == "cpu" else 8
     assert engine.stats.prefill_tokens == 17 + 10 + again
-
-
-def check_shared_beginnings(engine: Engine, base: list[int], cuts: Sequence[int]) -> None:
-    """Check that prompts that share so many tokens with an earlier one get the bits of fresh ones.
-
-    Log-probabilities tell bits of the logits; those of a prompt make that nothing is shared.
-    """
-    warm = SamplingParams(max_tokens=3, temperature=1.0, seed=4, ignore_eos=True, logprobs=3)
-    engine.generate([base], warm)
-    for cut in cuts:
-        prompt = [*base[:cut], *range(1 + cut % 7, 30)]
-        before = engine.cache.shared_tokens
-        (shared,) = engine.generate([prompt], warm)
-        assert engine.cache.shared_tokens - before == cut
-        (fresh,) = engine.generate([prompt], replace(warm, prompt_logprobs=0))
-        assert engine.cache.shared_tokens - before == cut
-        assert shared.token_ids == fresh.token_ids
-        assert shared.logprobs == fresh.logprobs
 
 
 @pytest.mark.parametrize(("scheme", "cache"), SERVED)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +33,24 @@ REPLICAS = 2
 PROMPTS = [f"{number}. The import statement" for number in range(40)]
 FIELDS = {"max_tokens": 50, "temperature": 1.0, "ignore_eos": True}
 PATH = "/v1/completions"
-Running = tuple[int, subprocess.Popen[bytes]]
+
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "RAY_AUTH_MODE": "token",  # as a Ray that is started here has it, for who joins it later, too
     "RAY_USAGE_STATS_ENABLED": "0",
     # On a busy machine 5 seconds are not enough, and processes of niceness 15 hardly start.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_worker_niceness": "0",
 }
+
+
+@dataclass(frozen=True)
+class Running:
+    """The example: the port at which it serves, its process, and the file of its output."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +65,22 @@ def expected() -> list[str]:
     return texts
 
 
+def _command(replicas: int, port: int) -> list[str]:
+    """Return the command that runs the example."""
+    python = Path(os.environ["OSTINATO_RAY"]).absolute() / "python"
+    command = [str(python), str(EXAMPLE), str(TINY_LLAMA), "--replicas", str(replicas)]
+    return [*command, "--name", "tiny", "--max-batch", "8", "--port", str(port)]
+
+
 @pytest.fixture(scope="module")
 def ray_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Run the example; return its port, and its process."""
+    """Run the example with two replicas."""
     port = free_port()
     log = tmp_path_factory.mktemp("ray") / "log"
-    python = Path(os.environ["OSTINATO_RAY"]).absolute() / "python"
-    command = [str(python), str(EXAMPLE), str(TINY_LLAMA), "--replicas", str(REPLICAS)]
+    environment = {**os.environ, **ENVIRONMENT}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, "--name", "tiny", "--max-batch", "8", "--port", str(port)],
-            env={**os.environ, **ENVIRONMENT},
-            stdout=out,
-            stderr=subprocess.STDOUT,
+            _command(REPLICAS, port), env=environment, stdout=out, stderr=subprocess.STDOUT
         )
         try:
             deadline = time.monotonic() + 240
@@ -72,7 +88,7 @@ def ray_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.5)
-            yield port, process
+            yield Running(port, process, log)
         finally:
             started = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGINT)
@@ -129,7 +145,7 @@ def _replicas(process: subprocess.Popen[bytes]) -> set[int]:
 
 
 def test_texts_are_those_of_one_engine(ray_serve: Running, expected: list[str]) -> None:
-    port, _ = ray_serve
+    port = ray_serve.port
     assert [_text(port, number) for number in range(4)] == [(text, 1) for text in expected[:4]]
     assert _status(port, "/health") == 200
     assert _status(port, "/metrics") == 404
@@ -142,7 +158,7 @@ def test_texts_are_those_of_one_engine(ray_serve: Running, expected: list[str]) 
 def test_replica_killed_under_load_loses_no_request(
     ray_serve: Running, expected: list[str]
 ) -> None:
-    port, process = ray_serve
+    port, process = ray_serve.port, ray_serve.process
     before = _replicas(process)
     assert len(before) == REPLICAS
     with ThreadPoolExecutor(12) as pool:
@@ -157,3 +173,20 @@ def test_replica_killed_under_load_loses_no_request(
     while len(now := _replicas(process)) < REPLICAS or min(before) in now:
         assert time.monotonic() < deadline
         time.sleep(0.5)
+
+
+def test_replicas_that_stop_end_their_requests(ray_serve: Running, expected: list[str]) -> None:
+    """The example is run again with one replica on the same Ray: the others drain."""
+    before = _replicas(ray_serve.process)
+    (address,) = re.findall(r"^RAY_ADDRESS=(\S+)", ray_serve.log.read_text(), re.MULTILINE)
+    environment = {**os.environ, **ENVIRONMENT, "RAY_ADDRESS": address}
+    again = subprocess.Popen(_command(1, ray_serve.port), env=environment)
+    numbers = itertools.cycle(range(len(PROMPTS)))
+    with ThreadPoolExecutor(6) as pool:
+        while again.poll() is None or before & _replicas(ray_serve.process):
+            assert not again.returncode
+            some = [next(numbers) for _ in range(6)]
+            answers = list(pool.map(lambda number: _text(ray_serve.port, number), some))
+            assert answers == [(expected[number], 1) for number in some]
+    assert again.returncode == 0
+    assert len(_replicas(ray_serve.process)) == 1

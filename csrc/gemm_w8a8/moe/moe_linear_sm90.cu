@@ -7,8 +7,9 @@
 // (producer.cuh) and results scattered (epilogue.cuh). Macros: gemm_w8a8/tiled/config.cuh, with
 // OSTINATO_PINGPONG=0.
 //
-// Any n and k. x has a 16-byte aligned base and row stride. With params.pdl nothing is read before
-// the preceding kernel has ended: which weights are needed follows from routing.
+// Any n and k. x has a 16-byte aligned base and row stride. Which weights are needed follows from
+// routing: nothing is read before the preceding kernel has ended, but with params.early the plan,
+// and the weights that fit in the ring.
 #include <cuda_runtime.h>
 
 #include "common/alignment.h"
@@ -46,9 +47,11 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  wait_for_predecessor();
-  // Not before: what follows may take for granted that the routing has ended.
-  let_successor_start();
+  if (producer != 0 || params.early == 0) {
+    wait_for_predecessor();
+    // Not before: what follows may take for granted that the routing has ended.
+    let_successor_start();
+  }
   const int tiles = *params.n_tiles;
   if (producer >= 0) {
     if constexpr (kConsumers > 1) {

@@ -35,6 +35,9 @@ struct MoeLinearParams {
   OSTINATO_FIELD(int32_t, gated);
   // Channels of a CTA's tile, at most those compiled; a multiple of 16. 0: those compiled.
   OSTINATO_OPTIONAL(int32_t, tile_channels);
+  // 1: the preceding kernel does not write rows, tiles and n_tiles, and began when they were
+  // written; they and weights are read before it has ended.
+  OSTINATO_OPTIONAL(int32_t, early);
   OSTINATO_OPTIONAL(int32_t, pdl);  // 1: launched with programmatic stream serialization
   OSTINATO_FIELDS_END();
 };

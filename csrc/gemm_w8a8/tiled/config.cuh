@@ -110,8 +110,6 @@ inline constexpr int kPieces = kUnits * kColumnParts;
 inline constexpr int kPiecesAtOnce = OSTINATO_CHANNELS > 192 ? 1 : kPieces;
 static_assert(!kBlockScales || kPiecesAtOnce > 1 || kConsumers > 1,
               "no MMAs run while a piece is scaled");
-// Whether warpgroups issue MMAs by turns.
-inline constexpr bool kTakesTurns = kPingPong || (kBlockScales && kPiecesAtOnce == 1);
 // Stages whose pieces follow one another without a wait for all of them.
 inline constexpr int kRunStages = kUnits == 4 ? 2 : 4;
 // Sums in registers: those of the tile and, where they are added to these, those of 128 products.
@@ -194,7 +192,7 @@ struct alignas(1024) FixedStorage
   uint64_t full[kMaxStages];         // of weights and tokens; of weights alone if kThrottled
   uint64_t full_tokens[kMaxStages];  // if kThrottled
   uint64_t empty[kMaxStages];
-  uint64_t turn[2];    // if kTakesTurns: the warpgroup may issue MMAs
+  uint64_t turn[2];    // ping-pong: the warpgroup may issue MMAs
   uint64_t prefilled;  // the first tokens have been requested
 };
 

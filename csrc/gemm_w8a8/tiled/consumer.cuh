@@ -156,17 +156,16 @@ class Consumer {
     }
   }
 
-  // Ping-pong: one warpgroup issues MMAs while the other stores its tile, or scales products. The
-  // turn also keeps a warpgroup from running ahead by a whole ring, where the parity of a barrier
-  // would be ambiguous.
+  // Ping-pong: one warpgroup issues MMAs while the other stores its tile. The turn also keeps a
+  // warpgroup from running ahead by a whole ring, where the parity of a barrier would be ambiguous.
   __device__ __forceinline__ void wait_turn() {
-    if (kTakesTurns) {
+    if (kPingPong) {
       wait(&fixed_.turn[warpgroup_], turn_parity_);
       turn_parity_ ^= 1;
     }
   }
   __device__ __forceinline__ void give_turn() {
-    if (kTakesTurns && threadIdx.x % 32 == 0) {
+    if (kPingPong && threadIdx.x % 32 == 0) {
       arrive(&fixed_.turn[warpgroup_ ^ 1]);
     }
   }
@@ -253,41 +252,31 @@ class Consumer {
     }
   }
 
-  // One piece at a time: while it is scaled, the MMAs of the other warpgroup run. Warpgroups take
-  // turns: MMAs of both would share the tensor cores, end together, and leave them idle meanwhile.
-  // A turn ends before the last MMA, which covers the way to the other warpgroup.
+  // One piece at a time: while it is scaled, the MMAs of the other warpgroup run.
   template <int kVector, class Fixed>
   __device__ __forceinline__ void sum_scaling_each(const WorkTile& work_tile,
                                                    Sum (&sums)[kBlocks][kSums],
                                                    RingPosition& position, const Fixed& fixed) {
-    static_assert(kTokenRows && kUnits == 1, "columns are channels, and a stage has 128 of K");
-    constexpr int kTurn = kUnitDepth - kMmaDepth;
     const int first_w = place_in_scale_box(work_tile.channel / kScaleChannels);
     const int first_x = place_in_scale_box(work_tile.token);
     Sum products[kBlocks][kPieceSums];
     for (int step = 0; step < work_tile.steps; ++step) {
       OSTINATO_DELAY(consumer, warpgroup_ == 0);
       wait_full(position);
-      const Channels channels = channels_of(position.slot);
-      const Tokens tokens = tokens_of(position.slot);
       RowScales row_scales;
-      row_scales.load(fixed.x_scales[position.slot].of[0] + first_x, warpgroup_);
       for_each_piece([&](auto piece) {
         constexpr int kColumn = piece * kPieceColumns;
+        pin(products);
+        cute::warpgroup_arrive();
+        multiply_unit(channels_of(position.slot), tokens_of(position.slot), 0, kColumn, false,
+                      products);
+        cute::warpgroup_commit_batch();
+        if constexpr (piece == 0) {
+          row_scales.load(fixed.x_scales[position.slot].of[0] + first_x, warpgroup_);
+        }
         ColumnScales column_scales;
         column_scales.template load<kVector>(fixed.w_scales[position.slot].of[0] + first_w,
                                              kColumn);
-        wait_turn();
-        pin(products);
-        cute::warpgroup_arrive();
-        tiled::multiply_unit<0, kTurn>(channels, 0, plan_.block_bytes, tokens, 0, kColumn, false,
-                                       products);
-        cute::warpgroup_commit_batch();
-        tiled::multiply_unit<kTurn>(channels, 0, plan_.block_bytes, tokens, 0, kColumn, true,
-                                    products);
-        cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<1>();
-        give_turn();
         cute::warpgroup_wait<0>();
         pin(products);
         if constexpr (piece == kPieces - 1) {

@@ -67,7 +67,7 @@ __device__ __forceinline__ void init_barriers(const Plan& plan, FixedStorage& fi
   }
   if (threadIdx.x == 0) {
     init_barrier(&fixed.prefilled, 1);
-    if (kTakesTurns) {
+    if (kPingPong) {
       init_barrier(&fixed.turn[0], kWarpgroup / 32);
       init_barrier(&fixed.turn[1], kWarpgroup / 32);
     }

@@ -126,14 +126,13 @@ using Tokens = Operand<kUnitDepth>;
 // Issues sums += channels · tokensᵀ, or its transpose, for one unit of K and the columns from
 // `first_column` on, at `channel_offset` and `token_offset` bytes from the operands. Blocks of K of
 // channels are `block_bytes` apart. All tiles accumulate K in this order, so that floating-point
-// sums have the same bits in each. kFirst and kEnd bound the bytes of K.
-template <int kFirst = 0, int kEnd = kUnitDepth>
+// sums have the same bits in each.
 __device__ __forceinline__ void multiply_unit(Channels channels, int channel_offset,
                                               int block_bytes, Tokens tokens, int token_offset,
                                               int first_column, bool accumulate,
                                               Sum (&sums)[kBlocks][kPieceSums]) {
 #pragma unroll
-  for (int depth = kFirst; depth < kEnd; depth += kMmaDepth) {
+  for (int depth = 0; depth < kUnitDepth; depth += kMmaDepth) {
     const uint32_t in_block = depth / kPackedDepth * block_bytes + depth % kPackedDepth;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {

@@ -24,8 +24,16 @@ def register() -> None:
     found = found_version()
     if not check_version(found):
         return
-    from . import attention_registry, dense, fused_activation, kernel_tables, norms
+    from . import (
+        attention_registry,
+        compile_cache,
+        dense,
+        fused_activation,
+        kernel_tables,
+        norms,
+    )
 
+    compile_cache.register()
     kernel_tables.register()
     fused_activation.register()
     norms.register()

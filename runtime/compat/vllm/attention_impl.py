@@ -47,7 +47,8 @@ class OstinatoAttentionImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        self._seen: tuple[torch.Tensor, KVViews] | None = None
+        # vLLM sets an attribute of this name to None where it lets go of the caches.
+        self._k_scale_cache: tuple[torch.Tensor, KVViews] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self.sinks is not None:
@@ -172,8 +173,10 @@ class OstinatoAttentionImpl(AttentionImpl):
 
     def _views(self, layer: Any, kv_cache: torch.Tensor) -> KVViews:
         """Return the views of a layer's cache; making them takes the host longer than a launch."""
-        if self._seen is None or self._seen[0] is not kv_cache:
-            scales = (layer._k_scale, layer._v_scale)
-            views = kv_views(kv_cache, self.kv_cache_dtype, self.head_size, *scales)
-            self._seen = (kv_cache, views)
-        return self._seen[1]
+        known = self._k_scale_cache
+        if known is not None and known[0] is kv_cache:
+            return known[1]
+        scales = (layer._k_scale, layer._v_scale)
+        views = kv_views(kv_cache, self.kv_cache_dtype, self.head_size, *scales)
+        self._k_scale_cache = (kv_cache, views)
+        return views

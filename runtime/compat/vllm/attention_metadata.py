@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.utils import (
 )
 
 from ... import ops
-from ...ops.attention import prefill_cuda
+from ...ops.attention import decode_cuda, prefill_cuda
 from ...ops.attention.append_kv_cuda import append_kernel
 from ...ops.linear.precompile import Variant, precompile
 from .kv_views import CACHE_DTYPES
@@ -121,19 +121,22 @@ class OstinatoMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def _kernels(self) -> list[Variant]:
-        """Return what a step may launch beside the decode kernels, which the workspace is asked of.
-
-        Nothing is compiled while a graph is captured.
-        """
-        mode = self.kv_cache_spec.kv_quant_mode
+        """Return what a step may launch, since nothing is compiled while a graph is captured."""
+        spec, how = self.kv_cache_spec, {"batch_invariant": self._batch_invariant}
         prompts = prefill_cuda.prefill_kernels(
             self._dtype,
-            self.kv_cache_spec.head_size,
+            spec.head_size,
             kv_dtype=self._cache_dtype,
-            batch_invariant=self._batch_invariant,
-            token_scales=mode.is_per_token_head,
+            token_scales=spec.kv_quant_mode.is_per_token_head,
+            **how,
         )
-        return [append_kernel(self._dtype, self._cache_dtype), *prompts]
+        group = self._heads // spec.num_kv_heads
+        decodes = decode_cuda.decode_kernels(
+            self._dtype, spec.head_size, group, kv_dtype=self._cache_dtype, **how
+        )
+        # Blocks are multiples of 16 tokens, which the kernels copy as a whole.
+        whole = [kernel for kernel in decodes if kernel.copy_pages]
+        return [append_kernel(self._dtype, self._cache_dtype), *prompts, *whole]
 
     def _workspace(self, table: torch.Tensor) -> torch.Tensor:
         """Return the scratch memory of all layers' calls; it is made at the first step, and stays.

@@ -80,7 +80,7 @@ class OstinatoInt8LinearKernel(Int8ScaledMMLinearKernel):
         w = weight_of(layer, self.layer_param_names[0])
         given = as_quantized_activation(x, self.input_quant_key())
         if given is not None:
-            codes, scales = given.data, given.scale.reshape(-1)
+            codes, scales = rows_of(given.data), given.scale.reshape(-1)
             shape, dtype = given.orig_shape, given.orig_dtype
             zeros = None
         else:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...ops.moe.route import MOST_EXPERTS, MOST_TOP_K
 from ..config_fields import Fields, UnsupportedModelError
-
-# A layer has at most so many: more are no count of experts, and each is listed with its tensors.
-_MOST_EXPERTS = 4096
 
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -96,12 +94,12 @@ def read_experts(
     if count is None:
         newer = fields.get("num_experts") is None and fields.get("num_local_experts") is not None
         count = "num_local_experts" if newer else "num_experts"
-    num_experts = fields.integer(count, most=_MOST_EXPERTS)
+    num_experts = fields.integer(count, most=MOST_EXPERTS)
     if normalized is None:
         normalized = fields.boolean("norm_topk_prob", False)
     return ExpertsConfig(
         num_experts=num_experts,
-        top_k=fields.integer(chosen, most=num_experts),
+        top_k=fields.integer(chosen, most=min(num_experts, MOST_TOP_K)),
         intermediate_size=fields.integer(size),
         layers=layers,
         normalized=normalized,

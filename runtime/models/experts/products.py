@@ -107,6 +107,8 @@ class _StoredExperts(Experts):
             w_scale=w_scale,
             activation="silu_mul" if self.gated else None,
             out_dtype=out_dtype,
+            # Rows of experts come from the first product, or from what quantises them.
+            early=not self.gated,
         )
 
 

@@ -30,6 +30,7 @@ def moe_linear(
     w_scale: torch.Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    early: bool = False,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
@@ -64,6 +65,9 @@ def moe_linear(
         activation: None, or "silu_mul" for w = [gate | up] along N: silu(gate) · up, N / 2 wide.
         out_dtype: bf16, fp16 or fp32; None for x's, and for bf16 with 8-bit x. With 16-bit x, x's
             dtype or fp32.
+        early: let a kernel read the plan and packed weights while the one before it on the stream
+            is still running, which must not write the plan then: it is to be the first product, or
+            what quantises its result, not `moe_route`.
         out: written and returned; [T·top_k, N or N / 2] of `out_dtype` for `to="experts"`,
             otherwise [T, top_k, N or N / 2] whose slots are dense; allocated when None.
         stream: see `ostinato.ops`.
@@ -89,6 +93,7 @@ def moe_linear(
     channels = _check_weight(x, w, plan, gated)
     _check_scales(x, x_scale, w_scale, plan.experts, channels, gated)
     out_dtype = _out_dtype(x.dtype, out_dtype)
+    checks.flag("early", early)
     width = channels // 2 if gated else channels
     shape = (slots, width) if to == "experts" else (plan.tokens, plan.top_k, width)
     if out is not None:
@@ -100,7 +105,7 @@ def moe_linear(
             out = torch.empty(shape, dtype=out_dtype, device=device)
         weight = w.data if isinstance(w, PackedExperts) else w
         _op(
-            *(x, weight, x_scale, w_scale, channels, to == "experts", gated),
+            *(x, weight, x_scale, w_scale, channels, to == "experts", gated, early),
             *(plan.ids, plan.rows, plan.offsets, plan.tiles, plan.n_tiles, plan.tile_tokens),
             out,
         )
@@ -187,6 +192,7 @@ def _moe_linear(
     channels: int,
     to_experts: bool,
     gated: bool,
+    early: bool,
     ids: torch.Tensor,
     rows: torch.Tensor,
     offsets: torch.Tensor,
@@ -199,14 +205,14 @@ def _moe_linear(
         return
     if runs_experts_kernel(x):
         rest = (ids.size(1), rows, offsets.size(0) - 1, tiles, n_tiles, tile_tokens, out)
-        moe_gemm(x, w, x_scale, w_scale, channels, to_experts, gated, *rest)
+        moe_gemm(x, w, x_scale, w_scale, channels, to_experts, gated, early, *rest)
         return
     multiply_rows(x, w, x_scale, w_scale, channels, to_experts, gated, ids, rows, offsets, out)
 
 
 _op = register(
     "moe_linear(Tensor x, Tensor w, Tensor? x_scale, Tensor? w_scale, int channels, "
-    "bool to_experts, bool gated, Tensor ids, Tensor rows, Tensor offsets, Tensor tiles, "
-    "Tensor n_tiles, int tile_tokens, Tensor(a!) out) -> ()",
+    "bool to_experts, bool gated, bool early, Tensor ids, Tensor rows, Tensor offsets, "
+    "Tensor tiles, Tensor n_tiles, int tile_tokens, Tensor(a!) out) -> ()",
     _moe_linear,
 )

@@ -119,6 +119,7 @@ def moe_gemm(
     channels: int,
     to_experts: bool,
     gated: bool,
+    early: bool,
     top_k: int,
     rows: torch.Tensor,
     experts: int,
@@ -135,7 +136,7 @@ def moe_gemm(
     device = x.get_device()
     with on_device(device):
         if w.dim() == 3:
-            w = pack(w, gated)
+            w, early = pack(w, gated), False
         if not is_aligned(x):
             x = aligned_copy(x)
         w_scale = None if w_scale is None else w_scale.contiguous()
@@ -168,6 +169,7 @@ def moe_gemm(
             to_experts=to_experts,
             gated=gated,
             tile_channels=cut,
+            early=early and pdl.enabled(),
             pdl=pdl.enabled(),
             stream=stream,
         )

@@ -15,7 +15,7 @@ from ..linear.block_linear import dequantized
 from ..linear.block_scales import SCALE_CHANNELS
 from .packed_experts import unpack, unpack_one
 
-_GATHERED = 1 << 26  # elements of weights that a GPU gathers at once
+_GATHERED = 1 << 24  # elements of weights that a GPU gathers at once
 
 
 def multiply_rows(

@@ -72,7 +72,7 @@ def moe_route(
         MissingKernelError: when the kernel is not compiled, and must or can not be now.
     """
     checks.tensor("logits", logits, checks.FLOAT_DTYPES, ("T", "experts"))
-    checks.not_empty("logits", logits[:1] if logits.size(0) else logits.new_empty(1, 1), "experts")
+    checks.not_empty("logits", logits, "experts")
     tokens, experts = logits.shape
     if experts > MOST_EXPERTS:
         raise ValueError(f"logits: got {experts} experts, expected at most {MOST_EXPERTS}")

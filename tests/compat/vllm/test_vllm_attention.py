@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.worker.utils import clear_layer_kv_caches
 from vllm_batches import (
     BF16,
     CACHES,
@@ -214,9 +217,19 @@ def test_a_cache_of_another_content_is_refused() -> None:
     case = Case([(1, 1)], torch.device("cpu"))
     wrong = torch.zeros(2, HEADS_KV, 16, DIM, dtype=BF16)
     with pytest.raises(
-        ValueError, match=r"kv_cache: got 64 bytes of a token and head, expected 128"
+        ValueError, match="kv_cache: got 128 bytes of a token and head, expected 256"
     ):
         case.impl._views(case.layer, wrong)
+
+
+def test_caches_are_freed_where_vllm_lets_go_of_them() -> None:
+    case = Case([(1, 1)], torch.device("cpu"))
+    case.run()
+    storage = weakref.ref(case.cache.untyped_storage())
+    layer = SimpleNamespace(kv_cache=case.cache, impl=case.impl)
+    case.cache = torch.tensor([])
+    clear_layer_kv_caches([layer])
+    assert storage() is None
 
 
 def reasons(**given: Any) -> list[str]:

@@ -98,14 +98,15 @@ def test_static_ranges_of_two_parts_are_joined() -> None:
     assert (joint.tolist(), none) == (pytest.approx([0.05]), None)
 
 
-def test_gate_is_fused_with_the_quantisation_for_the_layer() -> None:
+@pytest.mark.parametrize("rows", [(3,), (2, 3)])
+def test_gate_is_fused_with_the_quantisation_for_the_layer(rows: tuple[int, ...]) -> None:
     layer = loaded()
-    x = torch.randn(3, 2 * K).to(BF16)
+    x = torch.randn(*rows, 2 * K).to(BF16)
     codes = maybe_fused_act_quant(silu_and_mul(), x, layer)
     assert isinstance(codes, QuantizedActivation)
     assert codes.data.dtype is torch.int8
     out = layer.scheme.apply_weights(layer, codes, None)
-    gate, up = x.float().chunk(2, dim=1)
+    gate, up = x.float().chunk(2, dim=-1)
     expected = (torch.nn.functional.silu(gate) * up) @ layer.dense.t()
     assert out.dtype is BF16
     assert relative_error(out, expected) < 0.02

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm_batches import common_of, config_of, spec_of
+from vllm_batches import CACHES, common_of, config_of, spec_of
 
 from ostinato.compat.vllm.attention_metadata import OstinatoMetadataBuilder
+from ostinato.ops.attention.append_kv_cuda import AppendKV
+from ostinato.ops.attention.decode_variants import AttentionDecode
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
 
 pytestmark = pytest.mark.usefixtures("hopper")
 CPU = torch.device("cpu")
@@ -87,3 +90,16 @@ def test_workspace_stays_and_follows_a_wider_table() -> None:
     wider = torch.zeros(1, 9, dtype=torch.int32)
     assert builder.build(0, common_of([1], [4], wider)).workspace is not first
     assert builder._workspaces[0] is first
+
+
+@pytest.mark.parametrize("kv_cache_dtype", CACHES)
+def test_all_that_a_step_launches_is_compiled_before(kv_cache_dtype: str) -> None:
+    kernels = OstinatoMetadataBuilder(spec_of(kv_cache_dtype), [], config_of(CPU), CPU)._kernels()
+    stored = {"auto": "bf16", "int8_per_token_head": "int8"}.get(kv_cache_dtype, "e4m3")
+    assert [k.cache_dtype for k in kernels if isinstance(k, AppendKV)] == [stored]
+    prompts = [k for k in kernels if isinstance(k, AttentionPrefill)]
+    by_token = kv_cache_dtype.endswith("per_token_head")
+    assert {(k.kv_dtype, k.token_scales) for k in prompts} == {(stored, by_token)}
+    decodes = [k for k in kernels if isinstance(k, AttentionDecode)]
+    assert {k.kv_dtype for k in decodes} == {stored}
+    assert {k.columns for k in decodes} == {8, 16, 32, 64}

@@ -7,14 +7,15 @@ from importlib import metadata
 
 import pytest
 import torch
-from vllm import ir
+from vllm import envs, ir
+from vllm.config.utils import hash_factors
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 from vllm.platforms import PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ostinato.compat import vllm as plugin
-from ostinato.compat.vllm import version
+from ostinato.compat.vllm import compile_cache, version
 from ostinato.compat.vllm.attention_backend import OstinatoAttentionBackend
 from ostinato.compat.vllm.dense import OstinatoConfig
 
@@ -55,6 +56,14 @@ def test_names_lead_to_our_classes() -> None:
     assert get_quantization_config("ostinato") is OstinatoConfig
     assert "ostinato" in ir.ops.rms_norm.impls
     assert "ostinato" in ir.ops.fused_add_rms_norm.impls
+
+
+def test_models_compiled_without_the_plugin_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    ours = hash_factors(envs.compile_factors())
+    assert hash_factors(envs.compile_factors()) == ours
+    monkeypatch.delitem(envs.environment_variables, compile_cache.FACTOR)
+    assert hash_factors(envs.compile_factors()) != ours
 
 
 def test_one_line_names_the_versions(caplog: pytest.LogCaptureFixture) -> None:

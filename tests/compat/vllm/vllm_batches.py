@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from ostinato.compat.vllm.attention_backend import OstinatoAttentionBackend
 
 BF16 = torch.bfloat16
-HEADS, HEADS_KV, DIM, BLOCK = 4, 2, 32, 16
+HEADS, HEADS_KV, DIM, BLOCK = 4, 2, 64, 16
 STORED = {"int8_per_token_head": torch.int8, "auto": BF16}
 CACHES = ("auto", "fp8", "int8_per_token_head", "fp8_per_token_head")
 LAYOUTS = (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
@@ -40,8 +40,12 @@ def spec_of(kv_cache_dtype: str, dim: int = DIM) -> Any:
 def empty_cache(
     kv_cache_dtype: str, layout: KVCacheLayout, blocks: int, device: torch.device, dim: int = DIM
 ) -> torch.Tensor:
-    """Return a layer's cache [blocks, heads, block_size, content] of bytes that mean nothing."""
-    spec = spec_of(kv_cache_dtype, dim)
+    """Return a layer's cache of bytes that mean nothing."""
+    return cache_of(spec_of(kv_cache_dtype, dim), layout, blocks, device)
+
+
+def cache_of(spec: Any, layout: KVCacheLayout, blocks: int, device: torch.device) -> torch.Tensor:
+    """Return a cache [blocks, heads, block_size, content] of a spec, of random bytes."""
     shape = compute_layer_kv_cache_shape_bytes(spec, blocks)
     order = layout.layer_view_order
     physical = torch.randint(0, 256, [shape[i] for i in order], dtype=torch.uint8, device=device)

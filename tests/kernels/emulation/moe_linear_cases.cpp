@@ -206,6 +206,7 @@ bool run_case(int seed) {
   params.to_experts = made.to_experts ? 1 : 0;
   params.gated = made.gated ? 1 : 0;
   params.tile_channels = made.tile_channels;
+  params.early = seed % 2;
   std::printf("seed %d: %d tokens, %d of %d experts, n %d, k %d, gated %d, to experts %d, tile %d",
               seed, made.tokens, made.top_k, made.experts, made.n, made.k, made.gated,
               made.to_experts, made.tile_channels);

@@ -15,7 +15,7 @@ from ostinato.ops.moe.moe_linear_cuda import MoeLinear
 
 pytestmark = pytest.mark.nvcc
 
-_CASES = effort(8, 40)
+_CASES = effort(6, 40)
 
 
 def _variant(dtype: str, out_dtype: str, tokens: int, *, blocks: bool = False) -> MoeLinear:

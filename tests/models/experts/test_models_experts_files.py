@@ -250,6 +250,16 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     ("name", "fields", "match"),
     [
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok: got 9, expected an integ"),
+        (
+            "qwen3_moe",
+            {"num_experts": 1025},
+            "num_experts: got 1025, expected an integer from 1 to",
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 64, "num_experts_per_tok": 33},
+            "num_experts_per_tok: got 33, expected an integer from 1 to 32",
+        ),
         ("qwen3_moe", {"num_experts": 0, "num_local_experts": None}, "num_experts: got 0"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob: got 1, expected true or false"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size: got None"),

@@ -33,7 +33,7 @@ def randomly_routed(inputs: Inputs, generator: torch.Generator) -> torch.Tensor:
     x = torch.randn(inputs.x.shape, generator=generator, device=device).bfloat16()
     kind = int(torch.randint(3, (1,), generator=generator, device=device))
     if kind == 0:
-        x[:, : SHAPE.experts] = x[0, : SHAPE.experts]
+        x[:, : SHAPE.experts] = x[0, : SHAPE.experts].clone()
     elif kind == 1:
         x[:, 6 : SHAPE.experts] = -9
     return x

@@ -172,7 +172,9 @@ def test_one_graph_serves_every_routing(form: str, tokens: int) -> None:
         elif first:
             h, scale = ops.quantize_per_token(h, x.dtype, n_active=plan.n_rows)
             options = {"x_scale": scale, "w_scale": second["w_scale"]}
-        y = ops.moe_linear(h, packed[1], plan, to="slots", out_dtype=out_dtype, **options)
+        y = ops.moe_linear(
+            h, packed[1], plan, to="slots", out_dtype=out_dtype, early=True, **options
+        )
         combined = ops.moe_combine(
             y, plan, residual=residual.to(out_dtype), norm_weight=norm_weight, quantize=torch.int8
         )

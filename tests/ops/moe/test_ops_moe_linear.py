@@ -152,6 +152,7 @@ ROWS = operands("block", 2, 4, 24, 300, torch.device("cpu"))
         ({"plan": PLAN.ids}, TypeError, "plan: got Tensor, expected a MoePlan"),
         ({"plan": PLAN._replace(tile_tokens=24)}, ValueError, "plan.tile_tokens: got 24"),
         ({"plan": PLAN._replace(rows=PLAN.rows[:3])}, ValueError, r"plan.rows: got shape \[3\]"),
+        ({"early": 1}, TypeError, "early: got int"),
         ({"out_dtype": torch.int8}, TypeError, "out_dtype: got torch.int8"),
         ({"out": torch.empty(4, 15).bfloat16()}, ValueError, r"out: got shape \[4, 15\]"),
         (

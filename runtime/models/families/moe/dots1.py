@@ -8,8 +8,8 @@ from ...config import FULL, SLIDING, ModelConfig, layer_types, standard_config, 
 from ...config_fields import Fields
 from ...registry import Family, register
 from ...required_kernels import kernels_with_experts
-from .glm4_moe import deepseek_experts, deepseek_layout
-from .mixture import MixtureLlama
+from .glm4_moe import deepseek_experts
+from .mixture import ExpertNames, MixtureLlama, mixture_layout
 
 
 def _config(fields: Fields) -> ModelConfig:
@@ -36,7 +36,7 @@ register(
         "dots1",
         ("Dots1ForCausalLM",),
         _config,
-        deepseek_layout,
+        mixture_layout(ExpertNames()),
         MixtureLlama.load,
         kernels=kernels_with_experts,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from ...config import ModelConfig, full_attention, same_rope, standard_config
@@ -13,10 +12,10 @@ from ...registry import Family, register
 from ...required_kernels import kernels_with_experts
 from .mixture import ExpertNames, MixtureLlama, mixture_layout
 
-_layout: Callable[[ModelConfig], DecoderLayout] = mixture_layout(ExpertNames())
+_layout = mixture_layout(ExpertNames())
 
 
-def deepseek_layout(config: ModelConfig) -> DecoderLayout:
+def _without_predictors(config: ModelConfig) -> DecoderLayout:
     """Return the parts of a decoder without layers that predict further tokens.
 
     Files have such behind the last layer of the decoder.
@@ -77,7 +76,7 @@ register(
         "glm4_moe",
         ("Glm4MoeForCausalLM",),
         _config,
-        deepseek_layout,
+        _without_predictors,
         MixtureLlama.load,
         kernels=kernels_with_experts,
         defaults=_DEFAULTS,
