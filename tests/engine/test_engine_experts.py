@@ -78,7 +78,7 @@ def test_prefixes_are_shared_whatever_the_cache(cache: str, device: torch.device
         assert fresh.generate([prompt], PARAMS)[0].token_ids == tokens
 
 
-@pytest.mark.parametrize(("family", "precision"), CASES)
+@pytest.mark.parametrize(("family", "precision"), effort(CASES[:1], CASES))
 def test_prefixes_shared_by_the_page_change_no_bit(family: str, precision: str) -> None:
     engine = engine_of(tiny_experts(family, precision), prefill_chunk=32, logits_processing=True)
     engine.capture([1], progress=False)

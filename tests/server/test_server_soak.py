@@ -30,8 +30,8 @@ from random_requests import params_of, processed_fields, random_fields
 from server_process import KEY, TINY_LLAMA, free_port, serve_process
 from serving import JSON_HEAD, sse
 
-REQUESTS = effort(150, 10_000)
-DISTINCT = effort(40, 1000)
+REQUESTS = effort(100, 10_000)
+DISTINCT = effort(30, 1000)
 ENDINGS = effort([], [signal.SIGTERM, signal.SIGKILL, signal.SIGTERM])  # of servers under load
 IN_EACH = REQUESTS // 20  # requests to a server that is ended so
 CLIENTS = 16
