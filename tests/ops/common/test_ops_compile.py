@@ -13,6 +13,7 @@ from ops_cases import E4M3, assert_same_bits, int32
 
 from effort import effort
 from ostinato import ops
+from ostinato.ops.moe.plan import MoePlan
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -20,12 +21,13 @@ Tensors = dict[str, torch.Tensor]
 
 # Called when a model is loaded, not in a step: they re-lay weights and scales, or return a number.
 OUTSIDE = {
-    *("pack_weight", "channel_scales"),
+    *("pack_weight", "pack_experts", "channel_scales"),
     *("paged_attention_workspace", "varlen_attention_workspace"),
 }
 OPS = [name for name in ops.__all__ if isfunction(getattr(ops, name)) and name not in OUTSIDE]
 M, K, N, VOCABULARY = 3, 256, 128, 96
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
+EXPERTS = 8
 
 
 def inputs(device: torch.device, draw: int) -> Tensors:
@@ -77,6 +79,9 @@ def inputs(device: torch.device, draw: int) -> Tensors:
         "lse_b": rand(M, HEADS),
         "tokens": integers(0, VOCABULARY, M, dtype=i64),
         "table": randn(VOCABULARY, K),
+        "routing": randn(M, EXPERTS, dtype=torch.float32),
+        "experts": randn(EXPERTS, N, K),
+        "of_slots": randn(M, 2, K),
         "logits": randn(M, VOCABULARY, dtype=torch.float32),
         "temperature": rand(M) * (1 - draw),
         "penalty": rand(M),
@@ -119,6 +124,10 @@ INT8 = torch.int8
 WRITTEN = ("k_cache", "v_cache", "history")
 
 
+def plan(t: Tensors) -> MoePlan:
+    return ops.moe_route(t["routing"], 2, renormalize=True)
+
+
 def norm(t: Tensors) -> tuple[Any, ...]:
     return t["x"], t["norm"], 1e-6
 
@@ -149,6 +158,11 @@ CALLS: dict[str, Callable[[Tensors], Any]] = {
         t["x"], t["head"], temperature=t["temperature"], repetition_penalty=t["penalty"]
     ),
     "merge_states": lambda t: ops.merge_states(t["o_a"], t["lse_a"], t["o_b"], t["lse_b"]),
+    "moe_combine": lambda t: ops.moe_combine(
+        t["of_slots"], plan(t), residual=t["residual"], norm_weight=t["norm"], quantize=INT8
+    ),
+    "moe_linear": lambda t: ops.moe_linear(t["x"], t["experts"], plan(t), to="experts"),
+    "moe_route": plan,
     "paged_attention": lambda t: ops.paged_attention(t["q"], *cache(t), return_lse=True),
     "process_logits": lambda t: ops.process_logits(
         t["logits"],
@@ -200,6 +214,8 @@ def flat(result: Any) -> Iterator[torch.Tensor]:
         yield result
     elif isinstance(result, ops.Logits):
         yield from [result.values] if result.argmax is None else []
+    elif isinstance(result, MoePlan):  # whose tiles are not defined beyond the last one
+        yield from (result.ids, result.weights, result.rows, result.offsets, result.n_tiles)
     elif isinstance(result, tuple):
         for item in result:
             yield from flat(item)
