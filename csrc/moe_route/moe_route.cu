@@ -44,7 +44,7 @@ __device__ __forceinline__ void select_tokens(const MoeRouteParams& p, uint8_t* 
 }
 
 template <int kPerLane>
-__global__ void __launch_bounds__(kThreads) route_few(const __grid_constant__ MoeRouteParams p) {
+__global__ void __launch_bounds__(kThreads, 1) route_few(const __grid_constant__ MoeRouteParams p) {
   extern __shared__ __align__(1024) uint8_t storage[];
   wait_for_predecessor();
   // Not before the wait: see csrc/embed.
