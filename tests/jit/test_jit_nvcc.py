@@ -78,6 +78,7 @@ def test_local_memory_exceeds_the_budget() -> None:
     assert excesses(entry.usage, _PROBE_BUDGET) == ["stack: got 64, expected at most 0"]
 
 
+@pytest.mark.timeout(900)  # compilers beside other tests
 def test_kernels_are_within_their_budgets() -> None:
     """One of each family that leaves few registers free; a serialised wgmma is an excess, too.
 
