@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from effort import EXAMPLES, LONG, effort
+from effort import EXAMPLES, LONG, effort, on_devices, sampled
 from ostinato.jit.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
@@ -32,7 +32,10 @@ def _is_property(item: pytest.Item) -> bool:
 def _is_sampled(item: pytest.Item) -> bool:
     """Return whether `make test` may try less of a test than `make test-long` does."""
     module = item.getparent(pytest.Module)
-    uses_effort = module is not None and getattr(module.obj, "effort", None) is effort
+    uses_effort = module is not None and any(
+        getattr(module.obj, function.__name__, None) is function
+        for function in (effort, on_devices, sampled)
+    )
     return uses_effort or _is_property(item)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from engines import SCHEMES, greedy, make_engine
+from engines import SCHEMES, TOKENIZER, greedy, make_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shared_beginnings import check_shared_beginnings
 
-from effort import effort
-from ostinato.engine import SamplingParams
+from effort import effort, on_devices
+from ostinato.engine import FinishReason, SamplingParams
 from ostinato.models import RopeConfig
 from ostinato.ops.attention import prefill_cuda
 from ostinato.ops.attention.prefill_cuda import attend_paged
@@ -26,6 +26,17 @@ SERVED = [
     *(("plain", cache) for cache in KV_CACHES if cache != "model"),
     ("int8", "fp8"),
 ]
+SAMPLE = [("plain", "model"), ("int8", "fp8")]
+SAMPLED_CACHES = ["model", "fp8_static"]
+
+served = pytest.mark.parametrize(
+    ("device", "scheme", "cache"), on_devices(SAMPLE, SERVED), indirect=["device"]
+)
+cached = pytest.mark.parametrize(
+    ("device", "cache"),
+    on_devices(((cache,) for cache in SAMPLED_CACHES), ((cache,) for cache in KV_CACHES)),
+    indirect=["device"],
+)
 
 
 # Tokens, and what tells the texts of one length apart; the second begins as the first.
@@ -81,9 +92,9 @@ def pairs() -> Iterator[dict[tuple[str, str, str], Pair]]:
         pair.crowded.close()
 
 
-@pytest.mark.parametrize(("scheme", "cache"), SERVED)
+@served
 @settings(
-    max_examples=effort(8, 25),
+    max_examples=effort(8, 20),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(requests=REQUESTS)
@@ -107,7 +118,7 @@ def test_tokens_do_not_depend_on_neighbours_load_or_preemption(
         assert completion.text == expected.text
 
 
-@pytest.mark.parametrize("cache", KV_CACHES)
+@cached
 def test_forced_preemption_changes_no_token(cache: str, device: torch.device) -> None:
     model = tiny_llama(device, "int8", cache=cache)
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=5, repetition_penalty=1.2)
@@ -121,7 +132,7 @@ def test_forced_preemption_changes_no_token(cache: str, device: torch.device) ->
     assert [c.token_ids for c in got] == [c.token_ids for c in expected]
 
 
-@pytest.mark.parametrize("cache", KV_CACHES)
+@cached
 def test_shared_prefixes_save_work_and_change_no_token(cache: str, device: torch.device) -> None:
     model = tiny_llama(device, "int8", cache=cache)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -139,12 +150,53 @@ def test_shared_prefixes_save_work_and_change_no_token(cache: str, device: torch
     assert engine.stats.prefill_tokens == 17 + 10 + again
 
 
-@pytest.mark.parametrize(("scheme", "cache"), SERVED)
+@pytest.mark.parametrize(("scheme", "cache"), effort(SAMPLE, SERVED))
 def test_prefixes_shared_by_the_page_change_no_bit(scheme: str, cache: str) -> None:
     options = {"prefill_chunk": 32, "max_context": 128, "logits_processing": True}
     engine = make_engine("cpu", scheme, [1], cache=cache, **options)
     base = [(7 * at + at // 11) % 200 + 40 for at in range(91)]
     check_shared_beginnings(engine, base, [4, 28, 32, 44, 60, 64, 88])
+
+
+SAMPLINGS: list[tuple[str, dict[str, Any]]] = [
+    *((scheme, {}) for scheme in SCHEMES),
+    ("plain", {"temperature": 0.8}),
+    ("int8", {"temperature": 0.8, "top_k": 3, "top_p": 0.5, "min_p": 0.1}),
+    ("plain", {"repetition_penalty": 1.3}),
+    ("fp8", {"temperature": 1.0, "repetition_penalty": 1.3}),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "cache", "scheme", "how"),
+    on_devices(
+        [*(("model", *sampling) for sampling in SAMPLINGS[2:]), ("int8", *SAMPLINGS[-1])],
+        ((cache, *sampling) for cache in KV_CACHES for sampling in SAMPLINGS),
+    ),
+    indirect=["device"],
+    ids=str,
+)
+def test_logits_that_are_nan_end_their_text_alone(
+    device: torch.device, cache: str, scheme: str, how: dict[str, Any]
+) -> None:
+    model = tiny_llama(device, scheme, cache=cache)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, seed=5, **how)
+    others = make_engine(model=model, cache=cache).generate(["abc", "de"], params)
+    used = {*TOKENIZER.encode("abcde").ids, *others[0].token_ids, *others[1].token_ids}
+    unused = next(token for token in range(256) if token not in used)
+    broken = tiny_llama(device, scheme, cache=cache)
+    embedding = next(tensor for tensor in broken.tensors() if tensor.shape[0] == 257)
+    embedding[unused] = torch.nan
+    engine = make_engine(model=broken, cache=cache)
+    found = engine.generate(["abc", [97, unused, 98], "de"], params)
+    assert [found[0].text, found[2].text] == [other.text for other in others]
+    assert [found[0].token_ids, found[2].token_ids] == [other.token_ids for other in others]
+    assert found[1].finish_reason is FinishReason.ERROR
+    assert found[1].token_ids == ()
+    assert found[1].text == ""
+    assert engine.stats.failed_requests == 1
+    assert engine.idle
+    assert engine.generate(["abc"], params)[0].token_ids == others[0].token_ids
 
 
 @pytest.mark.gpu
