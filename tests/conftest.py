@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from effort import EXAMPLES, LONG, effort, on_devices, sampled
+from effort import EXAMPLES, LONG, effort, sampled_names
 from ostinato.jit.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
@@ -31,12 +31,10 @@ def _is_property(item: pytest.Item) -> bool:
 
 def _is_sampled(item: pytest.Item) -> bool:
     """Return whether `make test` may try less of a test than `make test-long` does."""
-    module = item.getparent(pytest.Module)
-    uses_effort = module is not None and any(
-        getattr(module.obj, function.__name__, None) is function
-        for function in (effort, on_devices, sampled)
+    name = getattr(item, "originalname", None) or item.name
+    return _is_property(item) or not sampled_names(item.path).isdisjoint(
+        {name, item.cls.__name__} if getattr(item, "cls", None) else {name}
     )
-    return uses_effort or _is_property(item)
 
 
 @pytest.hookimpl(trylast=True)  # behind hypothesis, which marks its tests here
