@@ -99,7 +99,8 @@ class Channel:
             key = f"message/{slot}"
             if not self._store.check([key]):
                 return None
-            sent, parts, first = self._store.get(key).split(b" ", 2)
+            stored: bytes = self._store.get(key)
+            sent, parts, first = stored.split(b" ", 2)
             if sent != number:
                 return None
             rest = [self._store.get(f"{key}/{part}") for part in range(1, int(parts))]

@@ -78,9 +78,7 @@ class Ranks:
         self.channel = Channel(store, self.rank, self.size, timeout_s)
         who = self.channel.meet("the start", identity())
         processes = {r: WatchedProcess(told) for r, told in enumerate(who) if r != self.rank}
-        self.watchdog = Watchdog(
-            _connection(store), self.rank, processes, timeout_s, _store_rank()
-        )
+        self.watchdog = Watchdog(_connection(store), self.rank, processes, timeout_s, _store_rank())
         self.channel.watchdog = self.watchdog
         self._closed = False
 
@@ -104,8 +102,8 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            failure = self.watchdog.blame(error)
-            if failure is None or failure is error:
+            failure = self._instead_of(error)
+            if failure is None:
                 raise
             raise failure from error
 
@@ -167,16 +165,21 @@ class Ranks:
         failure = None
         try:
             if error is not None and not isinstance(error, SystemExit):
-                failure = self.watchdog.blame(error)
+                failure = self._instead_of(error)
         finally:
             self.close()
-        if failure is not None and failure is not error:
+        if failure is not None:
             raise failure from error
 
+    def _instead_of(self, error: BaseException) -> RankError | None:
+        """Tell the others of an error, and return what is raised instead, if anything."""
+        failure = self.watchdog.blame(error)
+        # Within one block there may be another.
+        same = isinstance(error, RankError) and str(error) == str(failure)
+        return None if same else failure
 
-def start_ranks(
-    device: torch.device, *, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> Ranks:
+
+def start_ranks(device: torch.device, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Ranks:
     """Return the ranks that torchrun has started, with a process group for the device.
 
     Args:
@@ -187,8 +190,11 @@ def start_ranks(
         ValueError: without torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
         RankError: when the other ranks do not come.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-               if name not in os.environ]
+    missing = [
+        name
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if name not in os.environ
+    ]
     if missing:
         raise ValueError(f"{', '.join(missing)}: not set, expected the environment of torchrun")
     # Where a rank is lost a gloo collective comes back by this, if not by a closed connection.

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import distributed
@@ -182,10 +182,8 @@ class Watchdog:
                 self._exchange()
             except RuntimeError:
                 self._closed.wait(_TICK_S)  # the judge finds who holds it, or that it is silent
-        try:
+        with suppress(RuntimeError):  # it is gone, and so is everybody who would read this
             self._store.set(f"alive/{self._rank}", json.dumps([_LEFT, 0, False]))
-        except RuntimeError:
-            pass  # it is gone, and so is everybody who would read this
 
     def _exchange(self) -> None:
         store, ranks = self._store, list(self._processes)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from shared_beginnings import check_shared_beginnings
 
 from effort import effort
+from ostinato import ops
 from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, TokenEvent
 from ostinato.engine import decode_step as decode_module
-from ostinato.engine import engine as engine_module
 from ostinato.engine.decode_step import sampling_inputs
 from ostinato.engine.detokenizer import Detokenizer
 from ostinato.graphs import ClosedError, NotCapturedError
@@ -593,7 +593,7 @@ def test_an_error_in_first_sampling_computes_the_prompt_again(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module.ops, "sample", fail)
+        patch.setattr(ops, "sample", fail)
         with pytest.raises(MemoryError):
             engine.step()
     while not engine.idle:

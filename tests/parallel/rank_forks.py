@@ -1,0 +1,143 @@
+"""Runs cases of `rank_cases` in forks of one process: importing torch takes seconds, a fork none.
+
+Run as a file, with nothing of torch's threads in it: each line of standard input is a case, each
+line of standard output what its ranks have reported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LONGEST_S = 120.0  # of a case, on a busy machine; what takes longer hangs
+
+
+def run_cases(cases: Sequence[dict[str, Any]], at_once: int) -> list[dict[str, Any]]:
+    """Return what each case has reported, run by a process of its own.
+
+    A report has for each rank `code`, its exit code, None where it had to be killed, and what the
+    rank has written.
+    """
+    tests = Path(__file__).parents[1]
+    paths = [str(tests), str(tests / "parallel"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, __file__, str(at_once)],
+        input="\n".join(map(json.dumps, cases)),
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+        timeout=LONGEST_S * len(cases),
+        check=True,
+    )
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    return [report for _, report in sorted(reports, key=lambda pair: pair[0])]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class _Case:
+    """A case under way: a process for each rank, and one for the store if no rank holds it."""
+
+    def __init__(self, number: int, case: dict[str, Any], folder: Path) -> None:
+        self.number, self.case, self.folder = number, case, folder
+        self.started = time.monotonic()
+        folder.mkdir()
+        port = str(_free_port())
+        self.keeper = self._fork(None, port) if case.get("keeper") else None
+        self.ranks = {rank: self._fork(rank, port) for rank in range(case["size"])}
+        self.codes: dict[int, int | None] = {}
+
+    def _fork(self, rank: int | None, port: str) -> int:
+        process = os.fork()
+        if process:
+            return process
+        code = 1
+        try:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            if rank is None:
+                import rank_cases
+
+                rank_cases.keep_store(int(port))
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(self.case["size"])}
+            if self.case.get("keeper"):
+                os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            errors = os.open(self.folder / f"{rank}.stderr", os.O_WRONLY | os.O_CREAT)
+            os.dup2(errors, 2)
+            os.dup2(2, 1)
+            from rank_cases import run_rank
+
+            code = run_rank(self.case, self.folder / f"{rank}.report")
+        finally:
+            os._exit(code)
+
+    def ended(self) -> bool:
+        """Reap what has ended; whether that is all. A rank that was stopped ends with the rest."""
+        for rank, process in self.ranks.items():
+            if rank not in self.codes:
+                found, status = os.waitpid(process, os.WNOHANG)
+                if found:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+        left = set(self.ranks) - set(self.codes)
+        fault = self.case.get("fault") or {}
+        late = time.monotonic() - self.started > LONGEST_S
+        if late or (left == {fault.get("rank")} and fault["kind"] == "stop"):
+            for rank in left:
+                os.kill(self.ranks[rank], signal.SIGKILL)
+                os.waitpid(self.ranks[rank], 0)
+                self.codes[rank] = None
+            left = set()
+        if not left and self.keeper is not None:
+            os.kill(self.keeper, signal.SIGKILL)
+            os.waitpid(self.keeper, 0)
+            self.keeper = None
+        return not left
+
+    def report(self) -> dict[str, Any]:
+        ranks = []
+        for rank in self.ranks:
+            file = self.folder / f"{rank}.report"
+            lines = file.read_text().splitlines() if file.exists() else []
+            told = [json.loads(line) for line in lines if line.endswith("}")]
+            ranks.append(
+                {
+                    "code": self.codes[rank],
+                    "told": told,
+                    "stderr": (self.folder / f"{rank}.stderr").read_text()[-2000:],
+                }
+            )
+        return {"case": self.case, "ranks": ranks, "seconds": time.monotonic() - self.started}
+
+
+def _main(at_once: int) -> None:
+    cases = [json.loads(line) for line in sys.stdin.read().splitlines()]
+    import rank_cases  # noqa: F401  # before the forks
+
+    with tempfile.TemporaryDirectory() as folder:
+        waiting = list(enumerate(cases))
+        running: list[_Case] = []
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, case = waiting.pop(0)
+                running.append(_Case(number, case, Path(folder) / str(number)))
+            select.select([], [], [], 0.02)
+            for case in [case for case in running if case.ended()]:
+                running.remove(case)
+                print(json.dumps([case.number, case.report()]), flush=True)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))
