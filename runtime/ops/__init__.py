@@ -35,6 +35,20 @@ from .attention.merge_states import merge_states
 from .attention.paged import paged_attention
 from .attention.varlen import varlen_attention
 from .attention.workspace import paged_attention_workspace, varlen_attention_workspace
+from .collective.all_reduce_norm import (
+    all_reduce_norm,
+    all_reduce_norm_quantize,
+    all_reduce_norm_quantize_per_group,
+)
+from .collective.communicator import (
+    Communicator,
+    CommunicatorError,
+    GroupCommunicator,
+    all_gather,
+    all_reduce,
+    local_communicators,
+)
+from .collective.partial_sum import PartialSum
 from .embed import embed
 from .linear.activation import activation, activation_quantize, silu_mul, silu_mul_quantize
 from .linear.block_linear import fp8_block_linear
@@ -70,17 +84,26 @@ from .sampling.token_logprobs import RowLogprobs, token_logprobs
 
 __all__ = [
     "Combined",
+    "Communicator",
+    "CommunicatorError",
+    "GroupCommunicator",
     "L2Partition",
     "Logits",
     "LogitsTables",
     "MoePlan",
     "PackedExperts",
     "PackedWeight",
+    "PartialSum",
     "RowLogprobs",
     "activation",
     "activation_quantize",
     "activation_quantize_asymmetric",
     "activation_quantize_per_group",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_norm",
+    "all_reduce_norm_quantize",
+    "all_reduce_norm_quantize_per_group",
     "append_kv",
     "channel_scales",
     "dynamic_w8a8_linear",
@@ -92,6 +115,7 @@ __all__ = [
     "layer_norm_quantize_per_group",
     "linear",
     "linear_logits",
+    "local_communicators",
     "merge_states",
     "moe_combine",
     "moe_linear",
