@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..ops.collective.communicator import Communicator
 from ..ops.collective.partial_sum import PartialSum
 from .kinds import InputKind, NormKind
 
@@ -76,13 +77,15 @@ class Norm:
 
     def __call__(self, x: Addend) -> torch.Tensor:
         """Return x normalised."""
-        normed: torch.Tensor = self._call(_NORMALIZE, summed(x))
+        if isinstance(x, PartialSum):
+            return self.of_sum(x, None)[0]
+        normed: torch.Tensor = self._call(_NORMALIZE, x)
         return normed
 
-    def of_sum(
-        self, x: Addend, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_sum(self, x: Addend, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x plus the residual, normalised, and the sum; without one that is x itself."""
+        if isinstance(x, PartialSum) and self.kind == "rms_norm":
+            return ops.all_reduce_norm(*self._of_ranks(x), residual=residual)
         x = summed(x)
         if residual is None:
             return self(x), x
@@ -96,6 +99,10 @@ class Norm:
 
         `options` are those of `ops.rms_norm_quantize`.
         """
+        if isinstance(x, PartialSum) and self.kind == "rms_norm":
+            return ops.all_reduce_norm_quantize(
+                *self._of_ranks(x), dtype, residual=residual, **options
+            )
         x = summed(x)
         values, scale, *total = self._call(_QUANTIZE, x, dtype, residual=residual, **options)
         return values, scale, total[0] if total else x
@@ -104,6 +111,10 @@ class Norm:
         self, x: Addend, residual: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Do as `quantize`, by groups; `options` are those of `ops.rms_norm_quantize_per_group`."""
+        if isinstance(x, PartialSum) and self.kind == "rms_norm":
+            return ops.all_reduce_norm_quantize_per_group(
+                *self._of_ranks(x), residual=residual, **options
+            )
         x = summed(x)
         values, scale, *total = self._call(_QUANTIZE_PER_GROUP, x, residual=residual, **options)
         return values, scale, total[0] if total else x
@@ -129,6 +140,10 @@ class Norm:
 
         bias = None if self.bias is None else times(self.bias)
         return replace(self, weight=times(self.weight), bias=bias)
+
+    def _of_ranks(self, x: PartialSum) -> tuple[torch.Tensor, Communicator, torch.Tensor, float]:
+        """Return the first arguments of the ops that add up x and normalise it."""
+        return x.values, x.communicator, self.weight, self.eps
 
     def _call(
         self, of_kind: dict[str, Callable[..., Any]], x: torch.Tensor, *more: Any, **options: Any

@@ -385,9 +385,7 @@ class ExpertsPart(Part):
         return loader.experts(self)
 
 
-def _shares(
-    modules: Sequence[Module], divide: Divide, rank: int, size: int
-) -> tuple[Module, ...]:
+def _shares(modules: Sequence[Module], divide: Divide, rank: int, size: int) -> tuple[Module, ...]:
     """Return a rank's rows or columns of modules of one layer."""
     of_module = Module.share_of_rows if divide == "rows" else Module.share_of_columns
     return tuple(chain.from_iterable(of_module(module, rank, size) for module in modules))

@@ -115,7 +115,7 @@ class NormOverRanks(Norm):
     communicator: Communicator
 
     def __call__(self, x: Addend) -> torch.Tensor:
-        """Return x [M, kept], normalised by what all ranks have of each row; x is no partial sum."""
+        """Return x [M, kept], normalised by all ranks' columns; x is no partial sum."""
         assert isinstance(x, torch.Tensor), "heads are no sums"
         gathered = self.communicator.all_gather(x.contiguous())
         # Neighbouring ranks that keep the same columns count once.

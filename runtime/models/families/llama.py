@@ -24,8 +24,8 @@ from ..kv_format import KVFormat, kv_format
 from ..kv_scales import KVScales
 from ..layers import Layer, Linear, Sampling, tensors_of
 from ..layout import DecoderLayout
-from ..norms import Addend, Norm, summed
 from ..modules import Module, TensorSpec, uneven_width
+from ..norms import Addend, Norm, summed
 from ..parts import LinearPart, Loader, NormPart, TensorPart
 from ..ranks import GatheredHead
 from ..registry import Family, family_of, register
@@ -401,7 +401,9 @@ def layout_of(config: ModelConfig, layer: Callable[[ModelConfig, int], Any]) -> 
     copy = TensorSpec(names[1:], (vocabulary,), required=False)
     # Of tied weights `safetensors.torch.save_model` keeps the name that sorts first.
     embedding = TensorSpec(names if tied else names[:1], (vocabulary,))
-    head = LinearPart((Module("lm_head", *vocabulary, uneven=True),), config.norm.input_kind, "rows")
+    head = LinearPart(
+        (Module("lm_head", *vocabulary, uneven=True),), config.norm.input_kind, "rows"
+    )
     return DecoderLayout(
         embedding=TensorPart(embedding, divided=True, uneven=True),
         layers=tuple(layer(config, index) for index in range(config.num_layers)),

@@ -11,8 +11,8 @@ from ..config_fields import Fields
 from ..kinds import InputKind
 from ..layers import Layer, Linear
 from ..layout import DecoderLayout
-from ..norms import Addend, Norm, summed
 from ..modules import share
+from ..norms import Addend, Norm, summed
 from ..parts import LinearPart, Loader, NormPart
 from ..ranks import NormOverRanks
 from ..registry import Family, register
@@ -79,9 +79,7 @@ class NormOverHeads(NormPart):
         norm = super().build(loader)
         if self.kept is None or loader.communicator is None:
             return norm
-        return NormOverRanks(
-            **vars(norm), kept=self.kept, communicator=loader.communicator
-        )
+        return NormOverRanks(**vars(norm), kept=self.kept, communicator=loader.communicator)
 
 
 class PostNormLlama(Llama):
@@ -127,9 +125,7 @@ def norms_over_all_heads(config: ModelConfig, index: int) -> tuple[NormPart, Nor
 
     def norm(name: str, heads: int, *, replicated: bool) -> NormPart:
         usual = norm_part(config, f"{prefix}{name}_norm", (heads * config.head_dim,))
-        return NormOverHeads(
-            usual.weight, None, config.norm, replicated=replicated, heads=heads
-        )
+        return NormOverHeads(usual.weight, None, config.norm, replicated=replicated, heads=heads)
 
     return (
         norm("q", config.num_heads, replicated=False),

@@ -7,8 +7,8 @@ from dataclasses import replace
 from ...config import ModelConfig, full_attention, same_rope, standard_config
 from ...config_fields import Fields
 from ...layout import DecoderLayout
-from ...norms import NormConfig
 from ...modules import Module
+from ...norms import NormConfig
 from ...parts import LinearPart
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms

@@ -11,8 +11,8 @@ from ...config import ModelConfig, full_attention, same_rope, standard_config
 from ...config_fields import Fields
 from ...decoder import Decoder
 from ...layout import DecoderLayout
-from ...norms import Norm, NormConfig
 from ...modules import TensorSpec
+from ...norms import Norm, NormConfig
 from ...parts import Loader, NormPart, SchemeOf, TensorPart
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms

@@ -15,8 +15,8 @@ from ...experts.mixture import Mixture
 from ...folding import build
 from ...layers import Layer, Linear
 from ...layout import DecoderLayout
-from ...norms import Addend
 from ...modules import Module, TensorSpec
+from ...norms import Addend
 from ...parts import ExpertsPart, LinearPart, Loader, TensorPart
 from ..llama import (
     Call,
