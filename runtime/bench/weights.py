@@ -19,6 +19,7 @@ from ..models import (
 )
 from ..models.experts.products import BlockFP8Experts, DenseExperts, Experts, W8A8Experts
 from ..models.parts import ExpertsPart, LinearPart, TensorPart
+from ..models.ranks import ranks_of
 from ..ops import channel_scales
 from ..ops.collective.communicator import Communicator
 from .shapes import HEAD_PRECISIONS, PRECISIONS
@@ -72,7 +73,8 @@ def random_decoder(
 
     Raises:
         UnsupportedModelError: naming a module that so many ranks cannot divide.
-        ValueError: for another precision, or a `max_context` that the model does not have.
+        TypeError, ValueError: for another precision, a `max_context` that the model does not have,
+            or a communicator that is none or of another device.
     """
     for name, value, known in (
         ("precision", precision, PRECISIONS),
@@ -82,8 +84,7 @@ def random_decoder(
             raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(known)}")
     family = family_of(config)
     layout = family.layout(config)
-    if communicator is not None and communicator.size == 1:
-        communicator = None
+    communicator = ranks_of(communicator, device)
     if communicator is not None:
         layout = layout.shard(communicator.rank, communicator.size)
         config = config.of_rank(communicator.size)

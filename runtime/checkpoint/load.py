@@ -12,6 +12,7 @@ from ..models.experts.products import Experts
 from ..models.joined_linear import join
 from ..models.modules import DENSE_DTYPES, Module
 from ..models.parts import ExpertsPart, InputFactors, LinearPart, TensorPart
+from ..models.ranks import ranks_of
 from ..ops.collective.communicator import Communicator
 from .config import load_config
 from .errors import UnsupportedCheckpointError
@@ -92,10 +93,7 @@ def load_model(
         expected = " or ".join(map(str, QUANTIZED_DTYPES))
         raise TypeError(f"lm_head_dtype: got {lm_head_dtype}, expected {expected}")
     device = torch.device(device)
-    if communicator is not None:
-        _check_device(communicator, device)
-        if communicator.size == 1:
-            communicator = None
+    communicator = ranks_of(communicator, device)
     max_context = config.context(max_context)
     quantization = load_quantization(folder, text_tower=config.text_tower)
     scheme_of, kv_cache = quantization.scheme_of, quantization.kv_cache
@@ -129,13 +127,6 @@ def load_model(
         model.kv_scales = kv_scales
     compile_kernels(model)
     return model
-
-
-def _check_device(communicator: Communicator, device: torch.device) -> None:
-    if communicator.device != device:
-        raise ValueError(
-            f"communicator: got one of {communicator.device}, expected that of the model, {device}"
-        )
 
 
 @dataclass(frozen=True)

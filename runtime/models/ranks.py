@@ -16,6 +16,26 @@ from .modules import uneven_width
 from .norms import Addend, Norm
 
 
+def ranks_of(communicator: Communicator | None, device: torch.device) -> Communicator | None:
+    """Return the communicator of a model on a device, None where there is one rank alone.
+
+    Raises:
+        TypeError, ValueError: for one that is none, or is of another device.
+    """
+    if communicator is None:
+        return None
+    if not isinstance(communicator, Communicator):
+        found = type(communicator).__name__
+        raise TypeError(f"communicator: got {found}, expected a Communicator or None")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if communicator.device != device:
+        raise ValueError(
+            f"communicator: got one of {communicator.device}, expected that of the model, {device}"
+        )
+    return None if communicator.size == 1 else communicator
+
+
 @dataclass
 class RowParallelLinear(Layer):
     """A layer of whose inputs this rank has some: all ranks' results add up to y.

@@ -53,6 +53,7 @@ class StoredScheme(Scheme, Protocol):
         Raises:
             UnsupportedCheckpointError: naming a module, where it divides what has one scale.
         """
+        return
 
     def build(self, reader: CheckpointReader, modules: Sequence[Module], target: Target) -> Linear:
         """Return the layer whose rows are those of the modules, one after another.

@@ -66,9 +66,9 @@ class Mixture:
         shared = gate = None
         if self.shared_gate_up is not None and self.shared_down is not None:
             gate_up = self.shared_gate_up(x, n_active)
-            shared = self.shared_down.after_activation(gate_up, "silu_mul", n_active)
-            if isinstance(shared, PartialSum):  # which is added up with the experts' part
-                shared = shared.values
+            made = self.shared_down.after_activation(gate_up, "silu_mul", n_active)
+            # A rank's part of it is added up with that of the experts.
+            shared = made.values if isinstance(made, PartialSum) else made
         if self.shared_gate is not None:
             gate = self.shared_gate(x, n_active)
         total = ops.moe_combine(y, plan, shared=shared, shared_gate=gate).total
