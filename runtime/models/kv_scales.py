@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from .modules import share
 
 
 @dataclass(frozen=True)
@@ -21,3 +23,15 @@ class KVScales:
     dtype: torch.dtype
     k: torch.Tensor | None
     v: torch.Tensor | None
+
+    def shard(self, rank: int, size: int) -> KVScales:
+        """Return the scales of the KV heads that a rank keeps.
+
+        Raises:
+            UnsupportedModelError: for heads that so many ranks cannot divide.
+        """
+        if self.k is None or self.v is None or self.k.ndim == 1:
+            return self
+        heads = self.k.size(1)
+        kept = share("kv_scales", heads, heads, rank, size, replicated=True)
+        return replace(self, k=self.k[:, kept], v=self.v[:, kept])

@@ -483,16 +483,11 @@ def test_a_rank_loads_its_norms_of_heads(name: str, tmp_path: Path) -> None:
     assert torch.equal(torch.cat([norm.weight for norm in ranks]), whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        ("olmo2", r"q_norm\.weight: got 2 ranks, expected 1 for a norm over all heads"),
-        ("glm4", r"gate_up_proj: got 1 for 2 ranks, expected a multiple"),
-        ("phi3", r"qkv_proj: got 1 for 2 ranks, expected a multiple"),
-    ],
-)
-def test_what_ranks_can_not_divide_is_refused(name: str, match: str) -> None:
-    layer = layer_of(name)
-    assert shard(layer, 0, 1) is not None
-    with pytest.raises(UnsupportedModelError, match=match):
-        shard(layer, 0, 2)
+def test_ranks_divide_what_a_norm_over_all_heads_returns() -> None:
+    layers = [shard(layer_of("olmo2"), rank, 4) for rank in range(4)]
+    assert [layer.all_q_norm.kept for layer in layers] == [
+        slice(first, first + 8) for first in (0, 8, 16, 24)
+    ]
+    assert [layer.all_k_norm.kept for layer in layers] == [slice(0, 8)] * 2 + [slice(8, 16)] * 2
+    with pytest.raises(UnsupportedModelError, match=r"q_proj: got 4 for 3 ranks, expected a mult"):
+        shard(layer_of("olmo2"), 0, 3)
