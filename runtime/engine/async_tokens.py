@@ -131,8 +131,8 @@ class AsyncTokens:
         launched = [launch.tokens for launch in self._launches]
         return torch.cat([*launched, uploaded[0]])[uploaded[1]]
 
-    def read(self, accept: Accept, count: int | None, calls: Calls) -> None:
-        """Wait for the oldest `count` launches (all for None) and hand out their tokens.
+    def read(self, accept: Accept, count: int | None = None, calls: Calls | None = None) -> None:
+        """Wait for the oldest `count` launches (all by default) and hand out their tokens.
 
         A request that was cancelled or has ended since the launch is passed over. If `accept`
         raises, its token and all after it are handed out by the next call.
@@ -140,10 +140,11 @@ class AsyncTokens:
         Args:
             accept: takes them.
             count: of launches.
-            calls: all ranks must have sampled the same before any token is handed out.
+            calls: of several ranks, which must have sampled the same before any token is handed
+                out.
         """
         count = len(self) if count is None else count
-        if count and calls.compares:
+        if count and calls is not None and calls.compares:
             for launch in islice(self._launches, count):
                 if launch.copied is not None:
                     launch.copied.synchronize()

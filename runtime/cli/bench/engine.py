@@ -142,6 +142,7 @@ def _measure(
     from ...bench.weights import random_decoder
     from ...models import compile_kernels, kv_format
 
+    name = args.shape if ranks is None else f"{args.shape} tp{ranks.size}"
     began = time.perf_counter()
     model = random_decoder(
         config,
@@ -164,7 +165,7 @@ def _measure(
     try:
         captured = engine.capture(sorted(set(plan.batches)))
         start_up = StartUp.of(
-            args.shape,
+            name,
             implementation(model, stored),
             load_s=loaded - began,
             compile_s=compiled - loaded,
@@ -173,7 +174,7 @@ def _measure(
         )
         print(start_up, flush=True)
         _keep(start_up, report, args.json)
-        for row in time_engine(engine, args.shape, plan):
+        for row in time_engine(engine, name, plan):
             line = _line(row, targets) if isinstance(row, EngineRow) else _first_token_line(row)
             print(line, flush=True)
             _keep(row, report, args.json)
