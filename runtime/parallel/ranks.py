@@ -16,7 +16,7 @@ from torch import distributed
 
 from ostinato.graphs.arguments import as_seconds
 from ostinato.graphs.errors import RankError
-from ostinato.graphs.process_group import shared_store
+from ostinato.graphs.process_group import describe, shared_store
 
 from .channel import Channel
 from .processes import WatchedProcess, identity
@@ -46,41 +46,64 @@ class Ranks:
     error, or where something does not come back (a collective, a device) by the end of the process,
     with exit code 1 and a line on standard error.
 
+    Made by `start_ranks`, or `Ranks.of_group`.
+
     Args:
-        group: a process group of all ranks, for the collectives of a device.
+        store: of all ranks.
+        rank: this one.
+        size: how many there are.
         timeout_s: how long a rank may be silent, or in one step, until it is given up: a silent one
             after half of it.
 
     Attributes:
-        group, timeout_s: as above.
-        rank, size: of the group.
+        rank, size, timeout_s: as above.
+        group: the process group, for collectives of a device.
         channel: to the other ranks.
         watchdog: over them.
 
     Raises:
-        TypeError, ValueError: for a group of another type, or a timeout that is not positive.
+        TypeError, ValueError: for a timeout that is not positive.
         RankError: when the other ranks do not come.
     """
 
-    def __init__(
-        self, group: distributed.ProcessGroup, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
-        if not isinstance(group, distributed.ProcessGroup):
-            raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup")
+    group: distributed.ProcessGroup
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         if as_seconds("timeout_s", timeout_s) <= 0:
             raise ValueError(f"timeout_s: got {timeout_s}, expected a positive number")
-        self.group = group
         self.timeout_s = timeout_s
-        self.rank, self.size = group.rank(), group.size()
-        self.owns_group = False
-        store = _connection(shared_store(group))
-        store.set(f"alive/{self.rank}", '["", 0, false]')
-        self.channel = Channel(store, self.rank, self.size, timeout_s)
-        who = self.channel.meet("the start", identity())
-        processes = {r: WatchedProcess(told) for r, told in enumerate(who) if r != self.rank}
-        self.watchdog = Watchdog(_connection(store), self.rank, processes, timeout_s, _store_rank())
-        self.channel.watchdog = self.watchdog
+        self.rank, self.size = rank, size
+        self._owns_group = False
         self._closed = False
+        store.set(f"alive/{rank}", '["", 0, false]')
+        self.channel = Channel(store, rank, size, timeout_s)
+        who = self.channel.meet("the start", identity())
+        processes = {r: WatchedProcess(told) for r, told in enumerate(who) if r != rank}
+        self.watchdog = Watchdog(_connection(store), rank, processes, timeout_s, _store_rank())
+        self.channel.watchdog = self.watchdog
+
+    @staticmethod
+    def of_group(group: distributed.ProcessGroup, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Ranks:
+        """Return the ranks of a process group, which stays the caller's to destroy.
+
+        Args:
+            group: of all ranks. Its own timeout is that of its collectives, where the device does
+                not end them: it should be no longer than `timeout_s`.
+            timeout_s: of `Ranks`.
+
+        Raises:
+            TypeError, ValueError, RankError: as `Ranks`, or for a group of another type.
+        """
+        if not isinstance(group, distributed.ProcessGroup):
+            raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup")
+        store = _connection(shared_store(group))
+        ranks = Ranks(store, group.rank(), group.size(), timeout_s)
+        ranks._attach(group)
+        return ranks
+
+    def _attach(self, group: distributed.ProcessGroup) -> None:
+        self.group = group
+        self.watchdog.end_captures_in(_connection(shared_store(group)))
 
     @property
     def leads(self) -> bool:
@@ -150,7 +173,7 @@ class Ranks:
             broken = True
         finally:
             self.watchdog.close()
-        if self.owns_group and not broken:
+        if self._owns_group and not broken:
             distributed.destroy_process_group(self.group)
 
     def __enter__(self) -> Ranks:
@@ -190,13 +213,14 @@ def start_ranks(device: torch.device, *, timeout_s: float = DEFAULT_TIMEOUT_S) -
         ValueError: without torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
         RankError: when the other ranks do not come.
     """
-    missing = [
-        name
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if name not in os.environ
-    ]
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
     if missing:
         raise ValueError(f"{', '.join(missing)}: not set, expected the environment of torchrun")
+    rank, size = rank_here(), world_size()
+    store = _store(rank, timeout_s)
+    # Before the group, so that a rank that does not come to it is known by name.
+    ranks = Ranks(_connection(store), rank, size, timeout_s)
     # Where a rank is lost a gloo collective comes back by this, if not by a closed connection.
     seconds = 0.75 * timeout_s
     options: dict[str, Any] = {"backend": "gloo"}
@@ -204,15 +228,37 @@ def start_ranks(device: torch.device, *, timeout_s: float = DEFAULT_TIMEOUT_S) -
         torch.cuda.set_device(device)
         seconds = max(timeout_s, _DEVICE_TIMEOUT_S)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    options |= {"store": store, "rank": rank, "world_size": size}
     try:
-        distributed.init_process_group(timeout=timedelta(seconds=seconds), **options)
-    except distributed.DistError as error:
-        raise RankError(f"the ranks did not come together: {error}") from error
-    group = distributed.group.WORLD
-    assert group is not None
-    ranks = Ranks(group, timeout_s=timeout_s)
-    ranks.owns_group = True
+        with ranks.guarded():
+            distributed.init_process_group(timeout=timedelta(seconds=seconds), **options)
+            group = distributed.group.WORLD
+            assert group is not None
+            ranks._attach(group)
+    except BaseException:
+        ranks.close()
+        raise
+    ranks._owns_group = True
     return ranks
+
+
+def _store(rank: int, timeout_s: float) -> Any:
+    """Return the store that torchrun holds, or else rank 0."""
+    holder = _store_rank()
+    try:
+        store: Any = distributed.TCPStore(  # type: ignore[attr-defined]  # it is public
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=rank == holder,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except distributed.DistError as error:
+        failures = {} if holder is None else {holder: "does not hold a store of the group"}
+        raise RankError(f"{describe(failures)}: {error}", failures) from error
+    # torchrun starts all of them anew when one ends, on the same store.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return distributed.PrefixStore(f"ostinato/attempt {attempt}", store)  # type: ignore[attr-defined]
 
 
 def _connection(store: Any) -> Any:

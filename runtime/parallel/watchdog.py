@@ -17,6 +17,7 @@ from torch import distributed
 from ostinato.graphs.errors import GraphError, RankError
 from ostinato.graphs.process_group import declare_lost, describe, lost_ranks
 
+from ..ops import CommunicatorError
 from .processes import WatchedProcess
 
 EXIT_CODE = 1  # of a process that is ended because it hangs
@@ -43,7 +44,7 @@ class Watchdog:
     it is in (a collective, a wait for the device) and `close`; then it is ended, with exit code 1.
 
     Args:
-        store: of the group, from `shared_store`, on a connection that is not used elsewhere.
+        store: of all ranks, on a connection that is not used elsewhere.
         rank: this one.
         processes: the others, by rank.
         timeout_s: seconds within which all have ended, whatever happens to one of them.
@@ -64,6 +65,8 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._silence_s = timeout_s / 2
         self._store_rank = store_rank
+        self._captures: Any = None  # where captures look for lost ranks
+        self._is_mirrored = False
         now = time.monotonic()
         self._signs = dict.fromkeys(processes, "")
         self._heard = dict.fromkeys(processes, now)
@@ -129,9 +132,20 @@ class Watchdog:
         except RuntimeError:  # the store is gone: what was known before is first
             told = dict(failures)
         self._settle(told)
+        with suppress(RuntimeError):
+            self._mirror()
         failure = self.failure
         assert failure is not None
         return failure
+
+    def end_captures_in(self, store: Any) -> None:
+        """Have lost ranks end the captures of a group, too.
+
+        Args:
+            store: of the group, from `shared_store`, on a connection of its own.
+        """
+        self._captures = store
+        self._is_mirrored = False
 
     def blame(self, error: BaseException) -> RankError | None:
         """Tell the other ranks of an error of this one, unless it is because of another rank.
@@ -193,6 +207,7 @@ class Watchdog:
         told = lost_ranks(store)
         if told:
             self._settle(told)
+            self._mirror()
         signs = store.multi_get([f"alive/{rank}" for rank in ranks])
         now = time.monotonic()
         for rank, sign in zip(ranks, signs, strict=True):
@@ -205,6 +220,11 @@ class Watchdog:
         suspects = {r: what for r, what in self._suspects.items() if r not in self._left}
         if suspects and self._failures is None:
             self._settle(declare_lost(store, suspects))
+
+    def _mirror(self) -> None:
+        if self._captures is not None and self._failures is not None and not self._is_mirrored:
+            declare_lost(self._captures, self._failures)
+            self._is_mirrored = True
 
     def _judge(self) -> None:
         last = time.monotonic()
@@ -279,7 +299,7 @@ def is_of_others(error: BaseException) -> bool:
     """Whether an error may come from a collective or a store, because of another rank."""
     if isinstance(error, GraphError) and error.__cause__ is not None:
         return is_of_others(error.__cause__)  # of a capture that it has ended
-    if isinstance(error, distributed.DistError):
+    if isinstance(error, distributed.DistError | CommunicatorError):
         return True
     return type(error) is RuntimeError and _OTHERS_FAULT.search(str(error)) is not None
 
