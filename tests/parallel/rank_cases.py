@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -116,6 +117,8 @@ def run_rank(case: dict[str, Any], report: Path) -> int:
         def tell(**told: object) -> None:
             print(json.dumps(told), file=file)
 
+        if "argv" in case:
+            return run_command(case, report)
         fault = Fault(case.get("fault"), int(os.environ["RANK"]))
         try:
             fault("start")
@@ -132,6 +135,31 @@ def run_rank(case: dict[str, Any], report: Path) -> int:
             return 3
         tell(ended=True)
         return 0
+
+
+def run_command(case: dict[str, Any], report: Path) -> int:
+    """Run the command line on one rank, and report what it prints."""
+    from ostinato.cli.main import main
+
+    rank = int(os.environ["RANK"])
+    Path(case["pids"], str(rank)).write_text(str(os.getpid()))
+    fault = Fault(case.get("fault"), rank)
+    receive, received = Channel.receive, iter(range(1 << 30))
+
+    def waiting(channel: Channel) -> bytes:
+        fault("idle")
+        if next(received) == 5:  # by then a text has begun
+            Path(case["pids"], "received").touch()
+        return receive(channel)
+
+    Channel.receive = waiting  # type: ignore[method-assign]
+    # As `python -m ostinato` does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    printed = report.with_suffix(".stdout")
+    with open(printed, "w") as file, contextlib.redirect_stdout(file):
+        code = main(case["argv"])
+    report.write_text(json.dumps({"printed": printed.read_text()}))
+    return code
 
 
 def make_engine(ranks: Ranks | None, fault: Callable[[str], None], **options: Any) -> Engine:

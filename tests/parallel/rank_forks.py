@@ -1,7 +1,7 @@
 """Runs cases of `rank_cases` in forks of one process: importing torch takes seconds, a fork none.
 
-Run as a file, with nothing of torch's threads in it: each line of standard input is a case, each
-line of standard output what its ranks have reported.
+Run as a file, without any thread: each line of standard input is a case, each line of standard
+output what its ranks have reported.
 """
 
 from __future__ import annotations
@@ -14,34 +14,69 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 LONGEST_S = 120.0  # of a case, on a busy machine; what takes longer hangs
 
 
-def run_cases(cases: Sequence[dict[str, Any]], at_once: int) -> list[dict[str, Any]]:
-    """Return what each case has reported, run by a process of its own.
+class Forks:
+    """A process whose forks run cases; to be closed.
 
-    A report has for each rank `code`, its exit code, None where it had to be killed, and what the
-    rank has written.
+    Args:
+        at_once: cases that run side by side.
     """
-    tests = Path(__file__).parents[1]
-    paths = [str(tests), str(tests / "parallel"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, __file__, str(at_once)],
-        input="\n".join(map(json.dumps, cases)),
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-        timeout=LONGEST_S * len(cases),
-        check=True,
-    )
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
-    return [report for _, report in sorted(reports, key=lambda pair: pair[0])]
+
+    def __init__(self, at_once: int) -> None:
+        tests = Path(__file__).parents[1]
+        paths = [str(tests), str(tests / "parallel"), *sys.path]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(at_once)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+            text=True,
+        )
+        self._reports: list[Future[dict[str, Any]]] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def run(self, case: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Run a case; its report has a list `ranks`.
+
+        Each has `code`, the exit code, None where the rank had to be killed; `told`, what it has
+        written; and `stderr`, the end of it.
+        """
+        assert self._process.stdin is not None
+        self._reports.append(Future())
+        self._process.stdin.write(json.dumps(case) + "\n")
+        self._process.stdin.flush()
+        return self._reports[-1]
+
+    def close(self) -> None:
+        """End the process, once all cases have."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(LONGEST_S) == 0
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            number, report = json.loads(line)
+            self._reports[number].set_result(report)
+        for report in self._reports:
+            if not report.done():
+                report.set_exception(RuntimeError("the process of the forks has ended"))
+
+
+def run_cases(cases: Sequence[dict[str, Any]], at_once: int) -> list[dict[str, Any]]:
+    """Return what each case has reported."""
+    with closing(Forks(at_once)) as forks:
+        return [future.result() for future in [forks.run(case) for case in cases]]
 
 
 def _free_port() -> int:
@@ -80,6 +115,7 @@ class _Case:
             os.dup2(2, 1)
             from rank_cases import run_rank
 
+            os.close(0)
             code = run_rank(self.case, self.folder / f"{rank}.report")
         finally:
             os._exit(code)
@@ -123,20 +159,29 @@ class _Case:
 
 
 def _main(at_once: int) -> None:
-    cases = [json.loads(line) for line in sys.stdin.read().splitlines()]
     import rank_cases  # noqa: F401  # before the forks
 
+    lines, rest, count = sys.stdin.fileno(), b"", 0
+    waiting: list[tuple[int, dict[str, Any]]] = []
+    running: list[_Case] = []
+    is_open = True
     with tempfile.TemporaryDirectory() as folder:
-        waiting = list(enumerate(cases))
-        running: list[_Case] = []
-        while waiting or running:
+        while is_open or waiting or running:
+            if is_open and select.select([lines], [], [], 0.02)[0]:
+                read = os.read(lines, 1 << 16)
+                is_open = bool(read)
+                *whole, rest = (rest + read).split(b"\n")
+                for line in whole:
+                    waiting.append((count, json.loads(line)))
+                    count += 1
+            elif not is_open:
+                time.sleep(0.02)
             while waiting and len(running) < at_once:
                 number, case = waiting.pop(0)
                 running.append(_Case(number, case, Path(folder) / str(number)))
-            select.select([], [], [], 0.02)
-            for case in [case for case in running if case.ended()]:
-                running.remove(case)
-                print(json.dumps([case.number, case.report()]), flush=True)
+            for under_way in [each for each in running if each.ended()]:
+                running.remove(under_way)
+                print(json.dumps([under_way.number, under_way.report()]), flush=True)
 
 
 if __name__ == "__main__":
