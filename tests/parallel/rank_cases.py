@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+import ostinato.server  # noqa: F401  # once, before the forks
 from ostinato.engine import Engine, SamplingParams, StructuredOutput
 from ostinato.graphs.errors import RankError
 from ostinato.ops import GroupCommunicator
@@ -117,6 +119,8 @@ def run_rank(case: dict[str, Any], report: Path) -> int:
         def tell(**told: object) -> None:
             print(json.dumps(told), file=file)
 
+        if "code" in case:
+            return run_code(case["code"], report)
         if "argv" in case:
             return run_command(case, report)
         fault = Fault(case.get("fault"), int(os.environ["RANK"]))
@@ -135,6 +139,15 @@ def run_rank(case: dict[str, Any], report: Path) -> int:
             return 3
         tell(ended=True)
         return 0
+
+
+def run_code(code: str, report: Path) -> int:
+    """Run a program on one rank, and report what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {"__name__": "__main__"})
+    report.write_text(json.dumps({"printed": printed.getvalue()}))
+    return 0
 
 
 def run_command(case: dict[str, Any], report: Path) -> int:
@@ -182,21 +195,18 @@ def params(temperature: float = 0.8, tokens: int = 12, **more: Any) -> list[Samp
 
 def serve(case: dict[str, Any], ranks: Ranks | None, fault: Fault, tell: Tell) -> None:
     """Generate texts, telling each token as it comes."""
-    options = case.get("options", {})
-    engine = make_engine(ranks, fault, **options)
+    engine = make_engine(ranks, fault)
     if ranks is not None and ranks.channel is not None:
         watch_receive(ranks.channel, fault)
     if ranks is not None and not ranks.leads:
-        fault.serving = False
         watch_capture(engine, fault)
         engine.follow()
         return
-    engine.capture(progress=False)
+    engine.capture([1, 3], progress=False, verify=False)
     fault.serving = True
-    for _ in range(case.get("rounds", 2)):
-        for event in engine.stream(PROMPTS, params(tokens=case.get("tokens", 12))):
-            tell(request=event.request_id, token=event.token_id)
-            fault("caller")
+    for event in engine.stream(PROMPTS, params()):
+        tell(request=event.request_id, token=event.token_id)
+        fault("caller")
     engine.close()
 
 
@@ -375,7 +385,7 @@ def different_tokens(case: dict[str, Any], ranks: Ranks, fault: Fault, tell: Tel
     if not ranks.leads:
         engine.follow()
         return
-    engine.capture(progress=False)
+    engine.capture([3], progress=False, verify=False)
     for event in engine.stream(PROMPTS, params()):
         tell(request=event.request_id, token=event.token_id)
 

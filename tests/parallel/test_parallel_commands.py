@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_blocks import code_blocks
 from rank_forks import LONGEST_S, Forks
 
 from effort import LONG
 from server_process import TINY_LLAMA, free_port
 
 FLAGS = ["--device", "cpu", "--no-verify"]
+SERVED = [*FLAGS, "--capture-sizes", "1", "--num-pages", "64"]
 GENERATE = ["generate", str(TINY_LLAMA), *FLAGS, "--max-tokens"]
 
 
@@ -118,7 +120,7 @@ def pids(folder: Path) -> list[int]:
 
 def test_a_server_drains_both_ranks_at_sigterm(run: Run, tmp_path: Path) -> None:
     port = free_port()
-    argv = ["serve", str(TINY_LLAMA), *FLAGS, "--port", str(port), "-tp", "2"]
+    argv = ["serve", str(TINY_LLAMA), *SERVED, "--port", str(port), "-tp", "2"]
     report = run(argv)
     wait_for(lambda: is_ready(port), report)
     status, document = ask(port, 5)
@@ -131,7 +133,7 @@ def test_a_server_drains_both_ranks_at_sigterm(run: Run, tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", ["kill", "stop"] if LONG else ["kill"])
 def test_a_server_that_loses_a_rank_answers_503(run: Run, kind: str) -> None:
     port = free_port()
-    argv = ["serve", str(TINY_LLAMA), *FLAGS, "--port", str(port), "--group-timeout", "10"]
+    argv = ["serve", str(TINY_LLAMA), *SERVED, "--port", str(port), "--group-timeout", "10"]
     fault = {"rank": 1, "place": "idle", "count": 40, "kind": kind}
     report = run(argv, fault=fault)
     wait_for(lambda: is_ready(port), report)
@@ -142,6 +144,17 @@ def test_a_server_that_loses_a_rank_answers_503(run: Run, kind: str) -> None:
     assert first["code"] == 1
     assert second["code"] in (-signal.SIGKILL, None)
     assert "rank 1 " in first["stderr"]
+
+
+def test_the_page_has_a_program_for_every_rank(forks: Forks) -> None:
+    (block,) = code_blocks("docs/tensor-parallel.md")
+    code = block.replace('"MODEL"', repr(str(TINY_LLAMA)))
+    on_the_host = code.replace('"cuda", rank_here()', '"cpu"')
+    assert code != on_the_host
+    first, second = forks.run({"size": 2, "code": on_the_host}).result()["ranks"]
+    assert first["code"] == second["code"] == 0, (first["stderr"], second["stderr"])
+    assert len(first["told"][0]["printed"]) > 9
+    assert second["told"][0]["printed"] == ""
 
 
 @pytest.mark.skipif(not LONG, reason="`make test-long` has it: three more imports of torch")
