@@ -93,8 +93,4 @@ def device_of(args: argparse.Namespace, *, several: bool | None = None) -> torch
 
 def communicator_of(ranks: Ranks | None, device: torch.device) -> Communicator | None:
     """Return what a model's layers sum over ranks with; None for one process."""
-    if ranks is None:
-        return None
-    from ..ops import GroupCommunicator
-
-    return GroupCommunicator(ranks.group, device)
+    return None if ranks is None else ranks.connect(device)

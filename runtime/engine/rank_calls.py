@@ -20,6 +20,7 @@ from ..parallel import Ranks
 from .rank_requests import GrammarLog, request_document
 from .request import Request
 
+_LOAD_S = 3600.0  # that a rank may take longer than another to load; a dead one is known before
 STEP = "step"  # the one call that takes no longer than a rank may be silent
 
 
@@ -126,7 +127,7 @@ class RankCalls:
 
     def agree(self, pages: int, options: dict[str, object]) -> int:
         told = self._ranks.channel.meet(
-            "a new engine", [pages, json.loads(json.dumps(options))], timeout_s=None
+            "a new engine", [pages, json.loads(json.dumps(options))], timeout_s=_LOAD_S
         )
         first = told[0][1]
         for rank, (_, own) in enumerate(told):
@@ -178,6 +179,7 @@ class RankCalls:
 
     def confirm(self) -> None:
         self._confirmed += 1
+        self._ranks.check()
         self._ranks.channel.confirm(self._digest.hexdigest())
         self._ranks.watchdog.went_on()
 

@@ -12,13 +12,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ostinato.graphs.errors import RankError
+from ostinato.graphs.process_group import declare_lost, describe, lost_ranks
 
 from .watchdog import Watchdog
 
 T = TypeVar("T")
 
-_SHORTEST_S, _LONGEST_S, _IDLE_S = 20e-6, 1e-3, 4e-3  # between two looks
-_IDLE_AFTER_S = 1.0
+# Between two looks: a share of the time waited so far, since each look costs the store's host, too.
+_SHORTEST_S, _LONGEST_S, _SHARE = 20e-6, 4e-3, 1 / 16
+_HEARD_S = 2.0  # for others to read what rank 0 has said, before it ends and with it the store
+_MEETING_S = 20e-3  # at the longest where ranks meet, which is never in the middle of serving
 # A message's parts are overwritten by a later one's only when all have taken part in a later call.
 _MESSAGES, _CONFIRMATIONS = 4, 64
 _PART = 1 << 20  # bytes; stores refuse values of more than some MiB
@@ -67,7 +70,7 @@ class Channel:
             return [rank for rank in ranks if not self._store.check([f"meet/{meeting}/{rank}"])]
 
         seconds = self._timeout_s if timeout_s is None else timeout_s
-        if not self._poll(lambda: not missing() or None, seconds):
+        if not self._poll(lambda: not missing() or None, seconds, _MEETING_S):
             raise self._lost(dict.fromkeys(missing(), f"did not come to {at!r} in {seconds:g} s"))
         said = [
             json.loads(self._guarded(lambda r=rank: self._store.get(f"meet/{meeting}/{r}")))  # type: ignore[misc]
@@ -146,23 +149,28 @@ class Channel:
     def _lost(self, failures: dict[int, str]) -> RankError:
         if self.watchdog is not None:
             return self.watchdog.tell(failures)
-        return RankError("\n".join(f"rank {r} {what}" for r, what in failures.items()), failures)
+        told = declare_lost(self._store, failures)
+        if self._rank == 0:
+            time.sleep(_HEARD_S)
+        return RankError(describe(told), told)
 
-    def _poll(self, look: Callable[[], T | None], timeout_s: float | None) -> T | None:
+    def _poll(
+        self, look: Callable[[], T | None], timeout_s: float | None, longest_s: float = _LONGEST_S
+    ) -> T | None:
         """Look until there is something; None when `timeout_s` has passed."""
         started = time.monotonic()
-        pause = _SHORTEST_S
         while True:
             if self.watchdog is not None:
                 self.watchdog.check()
+            elif told := self._guarded(lambda: lost_ranks(self._store)):
+                raise RankError(describe(told), told)
             found = self._guarded(look)
             if found is not None:
                 return found
             waited = time.monotonic() - started
             if timeout_s is not None and waited > timeout_s:
                 return None
-            time.sleep(pause)
-            pause = min(1.5 * pause, _IDLE_S if waited > _IDLE_AFTER_S else _LONGEST_S)
+            time.sleep(min(max(_SHORTEST_S, waited * _SHARE), longest_s))
 
     def _guarded(self, call: Callable[[], T]) -> T:
         try:

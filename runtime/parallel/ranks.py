@@ -18,11 +18,13 @@ from ostinato.graphs.arguments import as_seconds
 from ostinato.graphs.errors import RankError
 from ostinato.graphs.process_group import describe, shared_store
 
+from ..ops import Communicator, GroupCommunicator, connect_peers
 from .channel import Channel
 from .processes import WatchedProcess, identity
 from .watchdog import Watchdog
 
 DEFAULT_TIMEOUT_S = 60.0
+_GIVE_UP = 0.75  # of the timeout: a collective waits so long, and no rank is silent for so long
 _DEVICE_TIMEOUT_S = 600.0  # of NCCL's collectives: a rank may compile while the others wait
 _LAST_WORDS_S = 5.0  # for the others to leave, or to read of a failure
 
@@ -75,6 +77,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self._owns_group = False
         self._closed = False
+        self._communicators: list[Communicator] = []
         store.set(f"alive/{rank}", '["", 0, false]')
         self.channel = Channel(store, rank, size, timeout_s)
         who = self.channel.meet("the start", identity())
@@ -109,6 +112,35 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this is rank 0, which the caller drives."""
         return self.rank == 0
+
+    def connect(self, device: torch.device) -> Communicator:
+        """Return what the models of the ranks sum with: on GPUs of one host, peer memory.
+
+        Once a rank is lost a GPU waits for it no longer, and `check` raises what that has left.
+
+        Args:
+            device: of this rank's model.
+
+        Raises:
+            RankError: when the other ranks do not do the same.
+        """
+        with self.guarded():
+            if device.type == "cuda":
+                communicator = connect_peers(self.group, device, timeout_s=_GIVE_UP * self.timeout_s)
+            else:
+                communicator = GroupCommunicator(self.group, device)
+        self._communicators.append(communicator)
+        self.on_failure(lambda failure: communicator.stop(str(failure)))
+        return communicator
+
+    def check(self) -> None:
+        """Check that no collective has failed whose work the device has ended.
+
+        Raises:
+            CommunicatorError: when one has: nothing that was computed since is to be used.
+        """
+        for communicator in self._communicators:
+            communicator.check()
 
     def share(self, at: str, value: object) -> Any:
         """Return rank 0's value on every rank; the others' are not looked at.
@@ -160,6 +192,7 @@ class Ranks:
         if self._closed:
             return
         self._closed = True
+        self.watchdog.leave()
         broken = self.watchdog.failure is not None
         try:
             if self.leads and not broken:
@@ -167,7 +200,7 @@ class Ranks:
             if not self.leads:
                 self.watchdog.close()
             # Rank 0 holds the store, where no launcher does: it is the last to go.
-            elif self.size > 1:
+            else:
                 self.watchdog.wait_for_others(_LAST_WORDS_S)
         except RankError:
             broken = True
@@ -222,7 +255,7 @@ def start_ranks(device: torch.device, *, timeout_s: float = DEFAULT_TIMEOUT_S) -
     # Before the group, so that a rank that does not come to it is known by name.
     ranks = Ranks(_connection(store), rank, size, timeout_s)
     # Where a rank is lost a gloo collective comes back by this, if not by a closed connection.
-    seconds = 0.75 * timeout_s
+    seconds = _GIVE_UP * timeout_s
     options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -18,11 +18,13 @@ from ostinato.graphs.errors import GraphError, RankError
 from ostinato.graphs.process_group import declare_lost, describe, lost_ranks
 
 from ..ops import CommunicatorError
+from ..ops.collective import communicator as collectives
 from .processes import WatchedProcess
 
 EXIT_CODE = 1  # of a process that is ended because it hangs
 _TICK_S = 0.05
 _ANSWER_S = 2.0  # for the store to say who was lost first, before this rank says so by itself
+_COLLECTIVES = collectives.__file__
 _LEFT = -1  # instead of a rank's sign of life, once it has closed
 # What torch says where a collective ends because of another rank.
 _OTHERS_FAULT = re.compile("gloo|nccl|connection|timed out|store|socket|peer", re.IGNORECASE)
@@ -74,6 +76,8 @@ class Watchdog:
         self._answered = now  # when the store did, last
         self._progress = 0
         self._busy_since: float | None = None
+        self._busy_thread = 0
+        self._leaving_since: float | None = None
         self._suspects: dict[int, str] = {}
         self._suspected_since = now
         self._settling = threading.Lock()
@@ -114,7 +118,7 @@ class Watchdog:
     def working(self) -> Iterator[None]:
         """A call that takes no longer than `timeout_s` unless a rank hangs."""
         self._progress += 1
-        self._busy_since = time.monotonic()
+        self._busy_since, self._busy_thread = time.monotonic(), threading.get_ident()
         try:
             yield
         finally:
@@ -166,6 +170,10 @@ class Watchdog:
         # An error of this rank's own says more to its caller.
         return told if consequence and self._rank not in told.failures else None
 
+    def leave(self) -> None:
+        """Note that this process ends by itself, and need not be ended soon."""
+        self._leaving_since = time.monotonic()
+
     def close(self) -> None:
         """Leave: from now on this rank may end, and hears nothing."""
         if self._closed.is_set():
@@ -188,7 +196,7 @@ class Watchdog:
             time.sleep(_TICK_S)
 
     def _signal(self) -> None:
-        pause = min(1.0, self._silence_s / 8)
+        pause = min(0.5, self._silence_s / 16)
         while not self._closed.is_set():
             self._look.wait(pause)
             self._look.clear()
@@ -201,8 +209,7 @@ class Watchdog:
 
     def _exchange(self) -> None:
         store, ranks = self._store, list(self._processes)
-        busy = self._busy_since is not None
-        sign = [time.monotonic_ns(), self._progress, busy]
+        sign = [time.monotonic_ns(), *self._place()]
         store.set(f"alive/{self._rank}", json.dumps(sign))
         told = lost_ranks(store)
         if told:
@@ -221,6 +228,15 @@ class Watchdog:
         if suspects and self._failures is None:
             self._settle(declare_lost(store, suspects))
 
+    def _place(self) -> tuple[int, bool]:
+        """Return how far this rank has got, and whether it waits for others in a collective."""
+        frame = None
+        if self._busy_since is not None:
+            frame = sys._current_frames().get(self._busy_thread)
+        while frame is not None and frame.f_code.co_filename != _COLLECTIVES:
+            frame = frame.f_back
+        return self._progress, frame is not None
+
     def _mirror(self) -> None:
         if self._captures is not None and self._failures is not None and not self._is_mirrored:
             declare_lost(self._captures, self._failures)
@@ -236,7 +252,7 @@ class Watchdog:
                 self._answered = now
             last = now
             if self._failures is not None:
-                if now - self._failed_at > self._silence_s:
+                if now - (self._leaving_since or self._failed_at) > self._silence_s:
                     self._end()
                 continue
             suspects = self._suspicions(now)
@@ -264,8 +280,10 @@ class Watchdog:
             return {self._store_rank: "holds the store of the group and does not answer"}
         if silent or self._busy_since is None or now - self._busy_since <= self._timeout_s:
             return silent
-        got = {r: json.loads(s)[1] for r, s in self._signs.items() if s and r not in self._left}
-        got[self._rank] = self._progress
+        got = {
+            rank: tuple(json.loads(self._signs[rank])[1:]) for rank in here if self._signs[rank]
+        }
+        got[self._rank] = self._place()
         least = min(got.values())
         stuck = f"has been in one step for {self._timeout_s:g} s"
         return {rank: stuck for rank, progress in got.items() if progress == least}

@@ -20,7 +20,6 @@ from torch import distributed
 import ostinato.server  # noqa: F401  # once, before the forks
 from ostinato.engine import Engine, SamplingParams, StructuredOutput
 from ostinato.graphs.errors import RankError
-from ostinato.ops import GroupCommunicator
 from ostinato.parallel import Ranks, start_ranks
 from ostinato.parallel.channel import Channel
 from tiny import KV_CACHES, byte_tokenizer, tiny_llama
@@ -180,7 +179,7 @@ def make_engine(ranks: Ranks | None, fault: Callable[[str], None], **options: An
     scheme, cache = options.pop("scheme", "plain"), options.pop("cache", "model")
     model = tiny_llama("cpu", scheme, cache=cache)
     fault("engine")
-    communicator = None if ranks is None else GroupCommunicator(ranks.group)
+    communicator = None if ranks is None else ranks.connect(CPU)
     options = {"max_batch": 3, "page_size": 4, "prefill_chunk": 8, **KV_CACHES[cache], **options}
     decoder: Any = CommunicatingModel(model, communicator, fault)
     return Engine(decoder, TOKENIZER, ranks=ranks, **options)

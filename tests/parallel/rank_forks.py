@@ -84,6 +84,15 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def _wait_for(port: int) -> None:
+    for _ in range(int(LONGEST_S / 0.02)):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+
+
 class _Case:
     """A case under way: a process for each rank, and one for the store if no rank holds it."""
 
@@ -93,6 +102,8 @@ class _Case:
         folder.mkdir()
         port = str(_free_port())
         self.keeper = self._fork(None, port) if case.get("keeper") else None
+        if self.keeper is not None:
+            _wait_for(int(port))
         self.ranks = {rank: self._fork(rank, port) for rank in range(case["size"])}
         self.codes: dict[int, int | None] = {}
 
@@ -152,7 +163,7 @@ class _Case:
                 {
                     "code": self.codes[rank],
                     "told": told,
-                    "stderr": (self.folder / f"{rank}.stderr").read_text()[-2000:],
+                    "stderr": (self.folder / f"{rank}.stderr").read_text()[-6000:],
                 }
             )
         return {"case": self.case, "ranks": ranks, "seconds": time.monotonic() - self.started}
