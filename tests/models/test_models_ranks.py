@@ -1,4 +1,4 @@
-"""Ranks that divide a model compute its logits: alike, and as threads with the bits of processes."""
+"""Ranks that divide a model compute its logits, alike; threads have the bits of processes."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_random_ranks_that_do_not_divide_are_refused() -> None:
 @pytest.mark.parametrize(
     ("communicator", "error", "match"),
     [
-        (2, TypeError, "communicator: got int, expected a Communicator or None"),
+        (2, TypeError, "communicator: got 2, expected a Communicator or None"),
         (local_communicators(2)[1], ValueError, "communicator: got one of cpu, expected that of"),
     ],
 )
