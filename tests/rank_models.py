@@ -25,10 +25,21 @@ from ostinato.ops.collective.communicator import (
 TIMEOUT_S = 120.0  # against hanging, on however slow a machine
 
 
-def load_ranks(folder: Path, size: int, **options: Any) -> list[Decoder]:
-    """Return the share of each rank of a checkpoint; options are those of `load_model`."""
+def load_ranks(
+    folder: Path, size: int, device: torch.device | str = "cpu", **options: Any
+) -> list[Decoder]:
+    """Return the share of each rank of a checkpoint; options are those of `load_model`.
+
+    Ranks share a GPU: their kernels are in one stream, in the order in which they launch them.
+    """
     ranks = local_communicators(size, timeout_s=TIMEOUT_S)
-    return run_ranks(ranks, lambda rank: load_model(folder, communicator=rank, **options))
+    for rank in ranks:
+        rank.device = (
+            torch.device("cuda", 0) if torch.device(device).type == "cuda" else rank.device
+        )
+    return run_ranks(
+        ranks, lambda rank: load_model(folder, device=device, communicator=rank, **options)
+    )
 
 
 def rank_logits(models: Sequence[Decoder], tokens: Sequence[int]) -> list[torch.Tensor]:

@@ -105,8 +105,8 @@ def _main(argv: Sequence[str]) -> int:
     )
     if args.for_model is None and any(of_model):
         raise UserError(
-            "--lm-head, --no-batch-invariant, --kv-cache-dtype, --kv-scales, "
-            "--tensor-parallel-size go with --for-model"
+            "--lm-head, --no-batch-invariant, --tensor-parallel-size, --kv-cache-dtype, "
+            "--kv-scales go with --for-model"
         )
     if args.for_model is not None:
         args.for_model = find_model("--for-model", args.for_model, weights=False)

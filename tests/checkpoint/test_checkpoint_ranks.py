@@ -10,6 +10,7 @@ import pytest
 import torch
 from hf_models import MODELS, SHAPE, TOKENS, hf_logits, random_model, save_plain
 from quantized_files import FORMATS, SPELLINGS, write_quantized
+from rank_models import load_ranks, logits_of_ranks
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen3MoeConfig
 
@@ -26,7 +27,6 @@ from ostinato.models import KVScales, family_of, sequence_logits
 from ostinato.models.layout import DecoderLayout
 from ostinato.models.parts import LinearPart, NormPart, TensorPart
 from ostinato.ops.collective.communicator import local_communicators
-from rank_models import load_ranks, logits_of_ranks
 
 STORED = {**FORMATS, **SPELLINGS}
 # With fixed scales of activations each rank's codes are those of one device.
@@ -58,7 +58,7 @@ def check_logits(folder: Path, plain: Any, *, size: int, exact: bool, **options:
     """Compare ranks with one device, within rounding or the error of quantisation itself."""
     expected = sequence_logits(load_model(folder, **options), TOKENS)
     found = logits_of_ranks(folder, size, TOKENS, **options)
-    error = float((expected - hf_logits(plain)).abs().max())
+    error = float((expected.cpu() - hf_logits(plain)).abs().max())
     assert error > 0.01, "nothing was quantised"
     # Where scales are found at run time, each rank finds those of its own columns.
     assert (found - expected).abs().max() <= (TOLERANCE if exact else 2 * error)
@@ -66,10 +66,14 @@ def check_logits(folder: Path, plain: Any, *, size: int, exact: bool, **options:
 
 @pytest.mark.parametrize("size", effort([2], [2, 4]))
 @pytest.mark.parametrize("form", STORED)
-def test_quantized_ranks_compute_the_logits_of_one(form: str, size: int, tmp_path: Path) -> None:
+def test_quantized_ranks_compute_the_logits_of_one(
+    form: str, size: int, device: torch.device, tmp_path: Path
+) -> None:
     plain = random_model(MODELS["llama-biases"])
     write_quantized(tmp_path, plain, STORED[form])
-    check_logits(tmp_path, plain, size=size, exact=form in FIXED)
+    # As in test_checkpoint_logits.py: tensor cores add FP8 with about 13 bits of fraction.
+    exact = form in FIXED and (device.type == "cpu" or STORED[form].dtype is torch.int8)
+    check_logits(tmp_path, plain, size=size, exact=exact, device=device)
 
 
 @pytest.mark.parametrize("name", ["phi3", "glm4", "olmo2", "cohere-qk-norm", "gemma2"])
@@ -81,10 +85,10 @@ def test_quantized_ranks_of_other_families(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", effort([2], [2, 4]))
 @pytest.mark.parametrize("form", effort(["hf", "modelopt"], list(block_files.FORMATS)))
-def test_ranks_keep_blocks(form: str, size: int, tmp_path: Path) -> None:
+def test_ranks_keep_blocks(form: str, size: int, device: torch.device, tmp_path: Path) -> None:
     plain = random_model(BLOCKS)
     block_files.write_blocks(tmp_path, plain, block_files.FORMATS[form])
-    check_logits(tmp_path, plain, size=size, exact=False)
+    check_logits(tmp_path, plain, size=size, exact=False, device=device)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +97,7 @@ def test_ranks_keep_blocks(form: str, size: int, tmp_path: Path) -> None:
         ({}, r"layers\.0\.self_attn\.o_proj: got columns 0 to 64 for a rank, expected multip"),
         (
             {"head_dim": 128, "intermediate_size": 1536},
-            r"layers\.0\.mlp\.down_proj: got columns 0 to 192 for a rank, expected multiples of 128",
+            r"layers\.0\.mlp\.down_proj: got columns 0 to 192 for a rank, expected multiples of",
         ),
         (
             {"head_dim": 128, "intermediate_size": 1568},

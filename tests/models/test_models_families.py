@@ -13,6 +13,7 @@ import transformers
 from hf_experts import WITH_EXPERTS
 from hf_models import MODELS, SHAPE, TOKENS, hf_logits, random_model, save_plain
 from quantized_files import FORMATS, sturdy_tokens, write_quantized
+from rank_models import load_ranks
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
@@ -37,7 +38,6 @@ from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.linear.gemm_variants import GemmTiled
 from ostinato.ops.linear.quantize_cuda import NORMS, Quantize
-from rank_models import load_ranks
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256000,  # in which the tokens of all defaults are

@@ -36,10 +36,12 @@ TOLERANCE = 1e-4  # as of logits in fp32 against transformers
 
 @pytest.mark.parametrize("size", effort([2], [2, 4]))
 @pytest.mark.parametrize("name", effort(OF_EACH_FAMILY, list(MODELS)))
-def test_ranks_compute_the_logits_of_one(name: str, size: int, tmp_path: Path) -> None:
+def test_ranks_compute_the_logits_of_one(
+    name: str, size: int, device: torch.device, tmp_path: Path
+) -> None:
     folder = save_plain(tmp_path, random_model(MODELS[name]))
-    expected = sequence_logits(load_model(folder), TOKENS)
-    found = logits_of_ranks(folder, size, TOKENS)
+    expected = sequence_logits(load_model(folder, device=device), TOKENS)
+    found = logits_of_ranks(folder, size, TOKENS, device=device)
     assert found.shape == expected.shape
     assert (found - expected).abs().max() <= TOLERANCE
 
