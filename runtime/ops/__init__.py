@@ -46,7 +46,6 @@ from .collective.communicator import (
     GroupCommunicator,
     all_gather,
     all_reduce,
-    local_communicators,
 )
 from .collective.partial_sum import PartialSum
 from .embed import embed
@@ -115,7 +114,6 @@ __all__ = [
     "layer_norm_quantize_per_group",
     "linear",
     "linear_logits",
-    "local_communicators",
     "merge_states",
     "moe_combine",
     "moe_linear",

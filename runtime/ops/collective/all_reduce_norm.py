@@ -13,6 +13,7 @@ from ..linear.quantize import check_static, check_static_values
 from ..linear.quantize_cuda import GROUP
 from ..linear.quantize_groups import norm_quantize_per_group
 from .communicator import Communicator, check_shared, communicator_of
+from .peers import PeerCommunicator
 
 
 def all_reduce_norm(
@@ -155,14 +156,14 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(
-    x: torch.Tensor, communicator: str, residual: torch.Tensor | None, total: torch.Tensor
+    ranks: Communicator, x: torch.Tensor, residual: torch.Tensor | None, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the sum over ranks, and where its sum with the residual belongs.
 
     Without a residual the sum is in `total` already.
     """
     summed = total if residual is None else _like(x)
-    communicator_of(communicator).reduce_into(summed, x)
+    ranks.reduce_into(summed, x)
     return summed, None if residual is None else total
 
 
@@ -178,7 +179,11 @@ def _all_reduce_norm(
 ) -> None:
     if not x.numel():
         return
-    summed, total_out = _summed(x, communicator, residual, total)
+    ranks = communicator_of(communicator)
+    given = (x, weight, eps, residual, out, total)
+    if isinstance(ranks, PeerCommunicator) and ranks.norm_into(*given, n_active=n_active):
+        return
+    summed, total_out = _summed(ranks, x, residual, total)
     normalize_into("rms_norm", summed, weight, None, eps, residual, out, total_out)
 
 
@@ -199,7 +204,13 @@ def _all_reduce_norm_quantize(
     if not x.numel():
         return
     check_static_values(scale, zero_point, check_scales)
-    summed, total_out = _summed(x, communicator, residual, total)
+    ranks = communicator_of(communicator)
+    given = (x, weight, eps, residual, out, total)
+    if isinstance(ranks, PeerCommunicator) and ranks.norm_into(
+        *given, scale=scale, zero_point=zero_point, scale_out=scale_out, n_active=n_active
+    ):
+        return
+    summed, total_out = _summed(ranks, x, residual, total)
     static = (scale, zero_point, False)
     outputs = (out, scale_out, total_out)
     normalize_and_quantize(
@@ -221,7 +232,13 @@ def _all_reduce_norm_quantize_per_group(
 ) -> None:
     if not x.numel():
         return
-    summed, total_out = _summed(x, communicator, residual, total)
+    ranks = communicator_of(communicator)
+    given = (x, weight, eps, residual, out, total)
+    if isinstance(ranks, PeerCommunicator) and ranks.norm_into(
+        *given, scale_out=scale_out, group=GROUP, power_of_two=power_of_two, n_active=n_active
+    ):
+        return
+    summed, total_out = _summed(ranks, x, residual, total)
     outputs = (out, scale_out, total_out)
     norm_quantize_per_group(
         "rms_norm", summed, weight, None, eps, residual, power_of_two, *outputs, n_active

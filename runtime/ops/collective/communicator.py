@@ -77,6 +77,15 @@ class Communicator(ABC):
         self.gather_into(parts, x.contiguous())
         sum_in_order(parts, out)
 
+    def stop(self, problem: str) -> None:  # noqa: B027  # what has nothing to stop is whole
+        """End what ranks of this process wait for, or will, where that is possible.
+
+        It is not in a process group, whose collectives end by its own timeout.
+
+        Args:
+            problem: why, for messages.
+        """
+
 
 class GroupCommunicator(Communicator):
     """The ranks of a process group of torch: gloo on CPUs, NCCL on GPUs.
@@ -151,6 +160,9 @@ class _LocalCommunicator(Communicator):
         super().__init__(rank, meeting.barrier.parties, torch.device("cpu"))
         self.meeting = meeting
 
+    def stop(self, problem: str) -> None:
+        self.meeting.fail(problem)
+
     def gather_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
         meeting = self.meeting
         meeting.given[self.rank] = x
@@ -197,7 +209,7 @@ def run_ranks(
     set.
 
     Args:
-        communicators: all of one call of `local_communicators`.
+        communicators: all of one call of `local_communicators` or `local_peers`.
         function: of a rank's communicator.
 
     Raises:
@@ -210,9 +222,9 @@ def run_ranks(
             return function(communicator)
         except BaseException as error:
             raised.append(error)
-            if isinstance(communicator, _LocalCommunicator):
-                problem = f"rank {communicator.rank} failed: {type(error).__name__}: {error}"
-                communicator.meeting.fail(problem)
+            problem = f"rank {communicator.rank} failed: {type(error).__name__}: {error}"
+            for each in communicators:
+                each.stop(problem)
             raise
 
     with ThreadPoolExecutor(len(communicators), "ostinato-rank") as threads:
