@@ -21,6 +21,7 @@ from ostinato.ops.collective.communicator import (
     local_communicators,
     run_ranks,
 )
+from ostinato.ops.collective.peers import local_peers
 
 TIMEOUT_S = 120.0  # against hanging, on however slow a machine
 
@@ -30,15 +31,12 @@ def load_ranks(
 ) -> list[Decoder]:
     """Return the share of each rank of a checkpoint; options are those of `load_model`.
 
-    Ranks share a GPU: their kernels are in one stream, in the order in which they launch them.
+    Ranks on a GPU share it.
     """
-    ranks = local_communicators(size, timeout_s=TIMEOUT_S)
-    for rank in ranks:
-        rank.device = (
-            torch.device("cuda", 0) if torch.device(device).type == "cuda" else rank.device
-        )
+    made = local_peers if torch.device(device).type == "cuda" else local_communicators
+    ranks = made(size, timeout_s=TIMEOUT_S)
     return run_ranks(
-        ranks, lambda rank: load_model(folder, device=device, communicator=rank, **options)
+        ranks, lambda rank: load_model(folder, device=rank.device, communicator=rank, **options)
     )
 
 
@@ -48,7 +46,14 @@ def rank_logits(models: Sequence[Decoder], tokens: Sequence[int]) -> list[torch.
 
     def logits(rank: Communicator) -> torch.Tensor:
         with torch.inference_mode():
-            return sequence_logits(by_rank[rank], tokens)
+            if rank.device.type == "cpu":
+                return sequence_logits(by_rank[rank], tokens)
+            # Kernels that wait for those of other ranks are not in one stream with them.
+            stream = torch.cuda.Stream(rank.device)
+            with torch.cuda.stream(stream):
+                found = sequence_logits(by_rank[rank], tokens)
+            stream.synchronize()
+            return found
 
     return run_ranks(list(by_rank), logits)
 

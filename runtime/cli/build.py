@@ -204,6 +204,7 @@ def _model_kernels(
     from ..checkpoint.storage.dense import DENSE
     from ..models import KVScales, family_of, kv_format
     from ..models.layers import dense_kernels
+    from ..models.required_kernels import collective_kernels
     from ..ops.common.device import runs
     from ..ops.linear.gemm_variants import GemmTiled
     from ..ops.linear.precompile import layer_kernels
@@ -266,6 +267,8 @@ def _model_kernels(
             needed.update(
                 dense_kernels(*head, config.dtype, out_dtype=torch.float32, device=device)
             )
+    if ranks > 1:
+        needed.update(collective_kernels(config.dtype, ranks, needed))
     return needed
 
 

@@ -29,6 +29,7 @@ from ..norms import Addend, Norm, summed
 from ..parts import LinearPart, Loader, NormPart, TensorPart
 from ..ranks import GatheredHead
 from ..registry import Family, family_of, register
+from ..required_kernels import collective_kernels
 
 # What takes up factors of the input of each linear layer; see `LinearPart.after`.
 _FOLDED_INTO = {
@@ -235,6 +236,8 @@ class Llama(Decoder):
             found += linear.kernels(kind, self.config.dtype)
         for _, experts in self.experts():
             found += experts.kernels(self.config.dtype)
+        if self.communicator is not None:
+            found += collective_kernels(self.config.dtype, self.communicator.size, found)
         return found
 
     def __call__(
