@@ -20,8 +20,7 @@ from ..config_fields import Fields
 from ..decoder import AttentionInputs, Decoder, ExpertsUse, LinearUse, SeenRows
 from ..folding import build
 from ..kinds import InputKind
-from ..kv_format import KVFormat, kv_format
-from ..kv_scales import KVScales
+from ..kv_format import KVFormat, KVScales, kv_format
 from ..layers import Layer, Linear, Sampling, tensors_of
 from ..layout import DecoderLayout
 from ..modules import Module, TensorSpec, uneven_width
