@@ -21,14 +21,23 @@ from ostinato.ops.collective.communicator import (
     local_communicators,
     run_ranks,
 )
+from ostinato.ops.collective.peers import local_peers
 
 TIMEOUT_S = 120.0  # against hanging, on however slow a machine
 
 
-def load_ranks(folder: Path, size: int, **options: Any) -> list[Decoder]:
-    """Return the share of each rank of a checkpoint; options are those of `load_model`."""
-    ranks = local_communicators(size, timeout_s=TIMEOUT_S)
-    return run_ranks(ranks, lambda rank: load_model(folder, communicator=rank, **options))
+def load_ranks(
+    folder: Path, size: int, device: torch.device | str = "cpu", **options: Any
+) -> list[Decoder]:
+    """Return the share of each rank of a checkpoint; options are those of `load_model`.
+
+    Ranks on a GPU share it.
+    """
+    made = local_peers if torch.device(device).type == "cuda" else local_communicators
+    ranks = made(size, timeout_s=TIMEOUT_S)
+    return run_ranks(
+        ranks, lambda rank: load_model(folder, device=rank.device, communicator=rank, **options)
+    )
 
 
 def rank_logits(models: Sequence[Decoder], tokens: Sequence[int]) -> list[torch.Tensor]:
@@ -37,7 +46,14 @@ def rank_logits(models: Sequence[Decoder], tokens: Sequence[int]) -> list[torch.
 
     def logits(rank: Communicator) -> torch.Tensor:
         with torch.inference_mode():
-            return sequence_logits(by_rank[rank], tokens)
+            if rank.device.type == "cpu":
+                return sequence_logits(by_rank[rank], tokens)
+            # Kernels that wait for those of other ranks are not in one stream with them.
+            stream = torch.cuda.Stream(rank.device)
+            with torch.cuda.stream(stream):
+                found = sequence_logits(by_rank[rank], tokens)
+            stream.synchronize()
+            return found
 
     return run_ranks(list(by_rank), logits)
 

@@ -115,14 +115,11 @@ class _RandomLoader:
             self._own = torch.Generator(self.device).manual_seed(1 + self.communicator.rank)
 
     def tensor(self, part: TensorPart) -> torch.Tensor:
-        rows, *columns = part.spec.shape
-        if part.kept_rows is not None:
-            rows = part.kept_rows.stop - part.kept_rows.start
-        if columns:
+        if len(part.shape) == 2:
             generator = self._common if part.kept_rows is None else self._own
-            return self._normal(rows, *columns, generator=generator)
+            return self._normal(*part.shape, generator=generator)
         dtype = part.dtype or torch.bfloat16
-        return torch.ones(rows, dtype=dtype, device=self.device)
+        return torch.ones(part.shape, dtype=dtype, device=self.device)
 
     def linear(self, part: LinearPart) -> Linear:
         if part.chooses:

@@ -15,8 +15,7 @@ from .cache import PagedKVCache
 from .config import ModelConfig
 from .experts.products import Experts
 from .kinds import InputKind
-from .kv_format import KVFormat
-from .kv_scales import KVScales
+from .kv_format import KVFormat, KVScales
 from .layers import Linear, Sampling
 
 

@@ -154,6 +154,12 @@ class TensorPart(Part):
     kept_rows: slice | None = None
     dtype: torch.dtype | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is kept."""
+        kept, (rows, *others) = self.kept_rows, self.spec.shape
+        return (rows if kept is None else kept.stop - kept.start, *others)
+
     def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
         """Yield the tensor."""
         yield self.spec

@@ -25,9 +25,8 @@ def ranks_of(communicator: Communicator | None, device: torch.device) -> Communi
     if communicator is None:
         return None
     if not isinstance(communicator, Communicator):
-        found = type(communicator).__name__
-        raise TypeError(f"communicator: got {found}, expected a Communicator or None")
-    if device.type == "cuda" and device.index is None:
+        raise TypeError(f"communicator: got {communicator!r}, expected a Communicator or None")
+    if device == torch.device("cuda"):  # without an index
         device = torch.device("cuda", torch.cuda.current_device())
     if communicator.device != device:
         raise ValueError(

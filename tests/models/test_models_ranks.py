@@ -1,4 +1,4 @@
-"""Ranks that divide a model compute its logits: alike, and as threads with the bits of processes."""
+"""Ranks that divide a model compute its logits, alike; threads have the bits of processes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ TOLERANCE = 1e-4  # as of logits in fp32 against transformers
 
 @pytest.mark.parametrize("size", effort([2], [2, 4]))
 @pytest.mark.parametrize("name", effort(OF_EACH_FAMILY, list(MODELS)))
-def test_ranks_compute_the_logits_of_one(name: str, size: int, tmp_path: Path) -> None:
+def test_ranks_compute_the_logits_of_one(
+    name: str, size: int, device: torch.device, tmp_path: Path
+) -> None:
     folder = save_plain(tmp_path, random_model(MODELS[name]))
-    expected = sequence_logits(load_model(folder), TOKENS)
-    found = logits_of_ranks(folder, size, TOKENS)
+    expected = sequence_logits(load_model(folder, device=device), TOKENS)
+    found = logits_of_ranks(folder, size, TOKENS, device=device)
     assert found.shape == expected.shape
     assert (found - expected).abs().max() <= TOLERANCE
 
@@ -175,7 +177,7 @@ def test_random_ranks_that_do_not_divide_are_refused() -> None:
 @pytest.mark.parametrize(
     ("communicator", "error", "match"),
     [
-        (2, TypeError, "communicator: got int, expected a Communicator or None"),
+        (2, TypeError, "communicator: got 2, expected a Communicator or None"),
         (local_communicators(2)[1], ValueError, "communicator: got one of cpu, expected that of"),
     ],
 )

@@ -20,8 +20,7 @@ from ..config_fields import Fields
 from ..decoder import AttentionInputs, Decoder, ExpertsUse, LinearUse, SeenRows
 from ..folding import build
 from ..kinds import InputKind
-from ..kv_format import KVFormat, kv_format
-from ..kv_scales import KVScales
+from ..kv_format import KVFormat, KVScales, kv_format
 from ..layers import Layer, Linear, Sampling, tensors_of
 from ..layout import DecoderLayout
 from ..modules import Module, TensorSpec, uneven_width
@@ -29,6 +28,7 @@ from ..norms import Addend, Norm, summed
 from ..parts import LinearPart, Loader, NormPart, TensorPart
 from ..ranks import GatheredHead
 from ..registry import Family, family_of, register
+from ..required_kernels import collective_kernels
 
 # What takes up factors of the input of each linear layer; see `LinearPart.after`.
 _FOLDED_INTO = {
@@ -235,6 +235,8 @@ class Llama(Decoder):
             found += linear.kernels(kind, self.config.dtype)
         for _, experts in self.experts():
             found += experts.kernels(self.config.dtype)
+        if self.communicator is not None:
+            found += collective_kernels(self.config.dtype, self.communicator.size, found)
         return found
 
     def __call__(
