@@ -18,7 +18,8 @@ from ostinato.graphs.arguments import as_seconds
 from ostinato.graphs.errors import RankError
 from ostinato.graphs.process_group import describe, shared_store
 
-from ..ops import Communicator, GroupCommunicator, connect_peers
+from ..ops import Communicator, GroupCommunicator
+from ..ops.collective.peers import PeerCommunicator, connect_peers
 from .channel import Channel
 from .processes import WatchedProcess, identity
 from .watchdog import Watchdog
@@ -77,7 +78,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self._owns_group = False
         self._closed = False
-        self._communicators: list[Communicator] = []
+        self._peers: list[PeerCommunicator] = []
         store.set(f"alive/{rank}", '["", 0, false]')
         self.channel = Channel(store, rank, size, timeout_s)
         who = self.channel.meet("the start", identity())
@@ -125,12 +126,13 @@ class Ranks:
             RankError: when the other ranks do not do the same.
         """
         with self.guarded():
-            if device.type == "cuda":
-                communicator = connect_peers(self.group, device, timeout_s=_GIVE_UP * self.timeout_s)
-            else:
-                communicator = GroupCommunicator(self.group, device)
-        self._communicators.append(communicator)
-        self.on_failure(lambda failure: communicator.stop(str(failure)))
+            if device.type != "cuda":
+                return GroupCommunicator(self.group, device)
+            seconds = _GIVE_UP * self.timeout_s
+            communicator = connect_peers(self.group, device, timeout_s=seconds)
+        if isinstance(communicator, PeerCommunicator):
+            self._peers.append(communicator)
+            self.on_failure(lambda failure: communicator.stop(str(failure)))
         return communicator
 
     def check(self) -> None:
@@ -139,7 +141,7 @@ class Ranks:
         Raises:
             CommunicatorError: when one has: nothing that was computed since is to be used.
         """
-        for communicator in self._communicators:
+        for communicator in self._peers:
             communicator.check()
 
     def share(self, at: str, value: object) -> Any:

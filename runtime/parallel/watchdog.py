@@ -280,9 +280,7 @@ class Watchdog:
             return {self._store_rank: "holds the store of the group and does not answer"}
         if silent or self._busy_since is None or now - self._busy_since <= self._timeout_s:
             return silent
-        got = {
-            rank: tuple(json.loads(self._signs[rank])[1:]) for rank in here if self._signs[rank]
-        }
+        got = {rank: tuple(json.loads(self._signs[rank])[1:]) for rank in here if self._signs[rank]}
         got[self._rank] = self._place()
         least = min(got.values())
         stuck = f"has been in one step for {self._timeout_s:g} s"
