@@ -187,10 +187,11 @@ class Watchdog:
             process.close()
 
     def wait_for_others(self, seconds: float) -> None:
-        """Wait until all others have closed or ended; the store's process must be the last."""
+        """Wait until all others have left or are lost: the store's process must be the last."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if all(r in self._left or p.ended for r, p in self._processes.items()):
+            gone = self._left | set(self._failures or ())
+            if all(r in gone or p.ended for r, p in self._processes.items()):
                 return
             self._look.set()
             time.sleep(_TICK_S)
@@ -261,7 +262,7 @@ class Watchdog:
                 self._look.set()
             elif not suspects:
                 self._suspects = {}
-            elif now - self._suspected_since > _ANSWER_S:
+            elif now - self._suspected_since > max(_ANSWER_S, self._silence_s / 4):
                 self._settle(self._suspects)
 
     def _suspicions(self, now: float) -> dict[int, str]:
@@ -300,11 +301,9 @@ class Watchdog:
             threading.Thread(target=listener, args=(failure,), daemon=True).start()
 
     def _end(self) -> None:
-        failure = self.failure
-        waited = self._silence_s
         print(
-            f"rank {self._rank}: {failure}\nand this process did not come out of what it was in "
-            f"for {waited:g} s: it ends",
+            f"rank {self._rank}: {self.failure}\nand this process did not come out of what it was "
+            f"in for {self._silence_s:g} s: it ends",
             file=sys.stderr,
             flush=True,
         )

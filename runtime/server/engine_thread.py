@@ -103,6 +103,7 @@ class EngineThread:
         self._outbox: dict[Job, list[Message]] = {}
         self._stopped = threading.Event()
         self._dying = threading.Lock()
+        self._handing_out = threading.Lock()
         self._lost: EngineLostError | None = None
         self.on_death: Callable[[], None] = lambda: None
 
@@ -280,11 +281,13 @@ class EngineThread:
         return engine.result(number)
 
     def _say(self, job: Job, message: Message) -> None:
-        self._outbox.setdefault(job, []).append(message)
+        with self._handing_out:
+            self._outbox.setdefault(job, []).append(message)
 
     def _flush(self) -> None:
         """Hand out what has come, with one call per loop."""
-        outbox, self._outbox = self._outbox, {}
+        with self._handing_out:
+            outbox, self._outbox = self._outbox, {}
         for loop in {job.loop for job in outbox}:
             jobs = [job for job in outbox if job.loop is loop]
             try:
