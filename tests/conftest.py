@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from effort import EXAMPLES, LONG, effort
+from effort import EXAMPLES, LONG, effort, sampled_names
 from ostinato.jit.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
@@ -31,9 +31,10 @@ def _is_property(item: pytest.Item) -> bool:
 
 def _is_sampled(item: pytest.Item) -> bool:
     """Return whether `make test` may try less of a test than `make test-long` does."""
-    module = item.getparent(pytest.Module)
-    uses_effort = module is not None and getattr(module.obj, "effort", None) is effort
-    return uses_effort or _is_property(item)
+    name = getattr(item, "originalname", None) or item.name
+    return _is_property(item) or not sampled_names(item.path).isdisjoint(
+        {name, item.cls.__name__} if getattr(item, "cls", None) else {name}
+    )
 
 
 @pytest.hookimpl(trylast=True)  # behind hypothesis, which marks its tests here

@@ -228,7 +228,7 @@ def _interrupt_everywhere(
 
 @pytest.mark.parametrize(
     ("how", "places"),
-    [("generate", effort(20, 50)), ("stream", effort(20, 50)), ("drop", effort(60, 300))],
+    [("generate", effort(10, 50)), ("stream", effort(10, 50)), ("drop", effort(30, 300))],
 )
 def test_streams_leave_nothing_wherever_it_comes(how: str, places: int) -> None:
     engine = _engine()
@@ -285,7 +285,7 @@ def test_no_event_is_lost_wherever_it_comes() -> None:
         ids.clear()
         events.clear()
 
-    _interrupt_everywhere(run, all_came, effort(20, 60))
+    _interrupt_everywhere(run, all_came, effort(10, 60))
 
 
 def test_wherever_it_comes_graphs_can_be_captured_again() -> None:
@@ -299,6 +299,6 @@ def test_wherever_it_comes_graphs_can_be_captured_again() -> None:
             engine.step()
         assert engine.cache.free_pages == engine.cache.usable_pages, place
 
-    _interrupt_everywhere(capture, nothing_is_lent, effort(60, 300))
+    _interrupt_everywhere(capture, nothing_is_lent, effort(20, 300))
     capture()
     assert engine.generate(["abc"], PARAMS)[0].token_ids

@@ -15,7 +15,9 @@ def census() -> Counter[str]:
     """Return how many objects of each type the garbage collector knows."""
     gc.unfreeze()
     gc.collect()
-    return Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.get_objects())
+    found = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.get_objects())
+    gc.freeze()  # as `conftest` does, for the tests behind this one
+    return found
 
 
 def test_objects_do_not_grow_with_lengths_of_prompts() -> None:

@@ -17,7 +17,7 @@ import pytest
 from jit_probe import Probe
 from test_jit_budgets import BUDGETS
 
-from effort import effort
+from effort import effort, sampled
 from ostinato import _C
 from ostinato.jit.budgets import excesses, read_budgets
 from ostinato.jit.compiler import build, plan
@@ -209,13 +209,16 @@ _DECODE = AttentionDecode(head_dim=128, dtype="bf16", columns=8)
 
 @pytest.mark.parametrize(
     ("define", "sentence"),
-    [
-        ("OSTINATO_HEAD_DIM=24", "an MMA takes 16 of the head dim"),
-        ("OSTINATO_COLUMNS=24", "an MMA takes 8 columns"),
-        ("OSTINATO_COLUMNS=128", "four warps of 16 hold no more than 64"),
-        ("OSTINATO_CLUSTER=16", "a cluster has at most 8 CTAs"),
-        ("OSTINATO_CLUSTER=3", "divide 8 lines of an MMA"),
-    ],
+    sampled(
+        [
+            ("OSTINATO_HEAD_DIM=24", "an MMA takes 16 of the head dim"),
+            ("OSTINATO_COLUMNS=24", "an MMA takes 8 columns"),
+            ("OSTINATO_COLUMNS=128", "four warps of 16 hold no more than 64"),
+            ("OSTINATO_CLUSTER=16", "a cluster has at most 8 CTAs"),
+            ("OSTINATO_CLUSTER=3", "divide 8 lines of an MMA"),
+        ],
+        3,
+    ),
 )
 def test_impossible_decode_kernels_do_not_compile(define: str, sentence: str) -> None:
     name = define.partition("=")[0]
@@ -228,13 +231,16 @@ _PREFILL = AttentionPrefill(head_dim=128, dtype="bf16")
 
 @pytest.mark.parametrize(
     ("define", "sentence"),
-    [
-        ("OSTINATO_HEAD_DIM=24", "an MMA takes some of the head dim"),
-        ("OSTINATO_KEYS=272", "an MMA takes some keys of values"),
-        ("OSTINATO_KEYS=192", "one stage is loaded while another is multiplied"),
-        ("OSTINATO_CONSUMERS=3", "scores, weights and outputs must fit in the registers"),
-        ("OSTINATO_CONSUMERS=4", "two or three warpgroups multiply"),
-    ],
+    sampled(
+        [
+            ("OSTINATO_HEAD_DIM=24", "an MMA takes some of the head dim"),
+            ("OSTINATO_KEYS=272", "an MMA takes some keys of values"),
+            ("OSTINATO_KEYS=192", "one stage is loaded while another is multiplied"),
+            ("OSTINATO_CONSUMERS=3", "scores, weights and outputs must fit in the registers"),
+            ("OSTINATO_CONSUMERS=4", "two or three warpgroups multiply"),
+        ],
+        3,
+    ),
 )
 def test_impossible_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:
     name = define.partition("=")[0]
@@ -247,12 +253,15 @@ _PREFILL_8_BIT = AttentionPrefill(head_dim=128, dtype="bf16", kv_dtype="e4m3", k
 
 @pytest.mark.parametrize(
     ("define", "sentence"),
-    [
-        ("OSTINATO_SOURCE=Pages", "8-bit keys and values become 16-bit operands"),
-        ("OSTINATO_CACHE=Same", "16-bit keys and values have no scales"),
-        ("OSTINATO_HEAD_DIM=96", "8-bit heads have 64, 128 or 256 elements"),
-        ("OSTINATO_KEYS=112", "each lane has as many vectors"),
-    ],
+    sampled(
+        [
+            ("OSTINATO_SOURCE=Pages", "8-bit keys and values become 16-bit operands"),
+            ("OSTINATO_CACHE=Same", "16-bit keys and values have no scales"),
+            ("OSTINATO_HEAD_DIM=96", "8-bit heads have 64, 128 or 256 elements"),
+            ("OSTINATO_KEYS=112", "each lane has as many vectors"),
+        ],
+        3,
+    ),
 )
 def test_impossible_8_bit_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:
     variant = replace(_PREFILL_8_BIT, token_scales=True)
@@ -266,13 +275,16 @@ _PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", wa
 
 @pytest.mark.parametrize(
     ("define", "sentence"),
-    [
-        ("OSTINATO_HEAD_DIM=80", "an MMA takes some of the head dim"),
-        ("OSTINATO_KEYS=160", "8-bit values lie in rows of up to 128 keys"),
-        ("OSTINATO_VALUE_DIM=96", "8-bit values are packed, of 64, 128 or 256 columns"),
-        ("OSTINATO_SOURCE=Slots", "8-bit values are packed, of 64, 128 or 256 columns"),
-        ("OSTINATO_KEYS=128", "scores, weights and outputs must fit in the registers"),
-    ],
+    sampled(
+        [
+            ("OSTINATO_HEAD_DIM=80", "an MMA takes some of the head dim"),
+            ("OSTINATO_KEYS=160", "8-bit values lie in rows of up to 128 keys"),
+            ("OSTINATO_VALUE_DIM=96", "8-bit values are packed, of 64, 128 or 256 columns"),
+            ("OSTINATO_SOURCE=Slots", "8-bit values are packed, of 64, 128 or 256 columns"),
+            ("OSTINATO_KEYS=128", "scores, weights and outputs must fit in the registers"),
+        ],
+        3,
+    ),
 )
 def test_impossible_fp8_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:
     name = define.partition("=")[0]

