@@ -158,6 +158,17 @@ class Channel:
         self, look: Callable[[], T | None], timeout_s: float | None, longest_s: float = _LONGEST_S
     ) -> T | None:
         """Look until there is something; None when `timeout_s` has passed."""
+        if self.watchdog is None:
+            return self._looked(look, timeout_s, longest_s)
+        self.watchdog.waits = True
+        try:
+            return self._looked(look, timeout_s, longest_s)
+        finally:
+            self.watchdog.waits = False
+
+    def _looked(
+        self, look: Callable[[], T | None], timeout_s: float | None, longest_s: float
+    ) -> T | None:
         started = time.monotonic()
         while True:
             if self.watchdog is not None:

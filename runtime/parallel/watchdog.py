@@ -51,6 +51,9 @@ class Watchdog:
         processes: the others, by rank.
         timeout_s: seconds within which all have ended, whatever happens to one of them.
         store_rank: the rank whose process holds the store; None where no rank does.
+
+    Attributes:
+        waits: whether this rank waits for the others on the host: then it is not the one that hangs.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Watchdog:
         self._progress = 0
         self._busy_since: float | None = None
         self._busy_thread = 0
+        self.waits = False
         self._leaving_since: float | None = None
         self._suspects: dict[int, str] = {}
         self._suspected_since = now
@@ -162,7 +166,9 @@ class Watchdog:
         if consequence or named:
             # The other's end is found by the threads: at once, or when it has been silent.
             self._look.set()
+            self.waits = True
             self._failed.wait(self._silence_s + _ANSWER_S if consequence else _ANSWER_S)
+            self.waits = False
         failures = {rank: f"failed: {what}" for rank, what in named.items()}
         told = self.failure or self.tell(failures or {self._rank: _failed(error)})
         if isinstance(error, RankError):
@@ -230,13 +236,13 @@ class Watchdog:
             self._settle(declare_lost(store, suspects))
 
     def _place(self) -> tuple[int, bool]:
-        """Return how far this rank has got, and whether it waits for others in a collective."""
+        """Return how far this rank has got, and whether it waits for others, as in a collective."""
         frame = None
         if self._busy_since is not None:
             frame = sys._current_frames().get(self._busy_thread)
         while frame is not None and frame.f_code.co_filename != _COLLECTIVES:
             frame = frame.f_back
-        return self._progress, frame is not None
+        return self._progress, self.waits or frame is not None
 
     def _mirror(self) -> None:
         if self._captures is not None and self._failures is not None and not self._is_mirrored:
