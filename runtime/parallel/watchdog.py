@@ -53,7 +53,7 @@ class Watchdog:
         store_rank: the rank whose process holds the store; None where no rank does.
 
     Attributes:
-        waits: whether this rank waits for the others on the host: then it is not the one that hangs.
+        waits: whether this rank waits for the others on the host, so that it does not hang itself.
     """
 
     def __init__(
