@@ -104,7 +104,7 @@ class Mailbox {
       if (missing < 0) {
         break;
       }
-      look(missing);
+      look(missing, timeout_);
     }
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) {
@@ -114,12 +114,13 @@ class Mailbox {
     }
   }
 
-  // Waits for the vector of an index that rank `from` sends.
+  // Waits for the vector of an index that rank `from` sends, which may wait for others itself: for
+  // twice as long, so that the rank that is named is the one that did not come.
   __device__ __forceinline__ uint4 receive(int from, uint32_t index) {
     uint4 words = gave_up_ ? absent() : load_from_peer(own_ + index);
     while (is_absent(words) && !gave_up_) {
       words = load_from_peer(own_ + index);
-      look(from);
+      look(from, 2 * timeout_);
     }
     return words;
   }
@@ -157,16 +158,16 @@ class Mailbox {
   }
 
   // Counts an attempt, and gives up where waiting has no end.
-  __device__ __forceinline__ void look(int from) {
+  __device__ __forceinline__ void look(int from, uint64_t timeout) {
     if (++tries_ % kTriesPerLook != 0) {
       return;
     }
     const uint64_t now = nanoseconds();
-    if (deadline_ == 0) {
-      deadline_ = now + timeout_;
+    if (since_ == 0) {
+      since_ = now;
     }
     uint32_t error = load_word(&control_->error);
-    if (error == 0 && now >= deadline_) {
+    if (error == 0 && now - since_ >= timeout) {
       error = fail(1 + static_cast<uint32_t>(from));
     }
     if (error == 0 && tries_ % (kTriesPerLook * kLooksPerAsking) == 0 &&
@@ -195,7 +196,7 @@ class Mailbox {
   const int size_;
   uint4* own_;           // the present region of this rank
   uint32_t offset_ = 0;  // of the present region, in vectors
-  uint64_t deadline_ = 0;
+  uint64_t since_ = 0;   // when this thread began to wait
   uint32_t epoch_ = 0;
   uint32_t used_ = 0;
   uint32_t tries_ = 0;

@@ -16,13 +16,15 @@ Common to all of them:
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
 - On GPUs from sm_80 on `embed`, quantisation, norms, activation functions, `append_kv`,
-  `merge_states`, `moe_route`, `moe_combine`, `softcap`, `process_logits`, `sample` and
-  `token_logprobs` are kernels of ours, on Hopper GPUs W8A8 and 16-bit products, those of experts
-  among them, and attention too (`python -m ostinato env` lists them). They
-  are compiled on first use (`python -m ostinato build` does it before) and, from sm_90 on, launched
-  so that they overlap the end of the kernel before them; what this asks of packed weights and norm
-  weights, those ops say.
-  All else runs on torch's operators.
+  `merge_states`, `moe_route`, `moe_combine`, `softcap`, `process_logits`, `sample`,
+  `token_logprobs` and collectives between GPUs that reach each other's memory are kernels of ours,
+  on Hopper GPUs W8A8 and 16-bit products, those of experts among them, and attention too
+  (`python -m ostinato env` lists them). They are compiled on first use (`python -m ostinato build`
+  does it before) and, from sm_90 on, launched so that they overlap the end of the kernel before
+  them; what this asks of packed weights and norm weights, those ops say. All else runs on torch's
+  operators.
+- `all_reduce`, `all_gather` and `all_reduce_norm…` are collectives: every rank of a tensor-parallel
+  group calls them, in one order, with tensors of one shape. See `Communicator`.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
   raise RuntimeError while torch is set to do that in TF32 or bf16

@@ -64,7 +64,7 @@ class PeerCommunicator(Communicator):
         self._region = memory.numel() // _REGIONS // cuda.VECTOR
         self._shared = shared
         # Read and written by the GPU, too: stop, error.
-        self._host = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self._host = _host_words()
         self._control = torch.empty(_CONTROL.size, dtype=torch.uint8, device=memory.device)
         self._clear()
 
@@ -134,6 +134,7 @@ class PeerCommunicator(Communicator):
             self._launch(
                 cuda.collective_kernel("gather", self.size, x.dtype, x.dtype),
                 part,
+                k=width,
                 out_rank_stride=outs.stride(0),
                 **cuda.arguments_of(x=rows[taken], out=outs[0, taken]),
             )
@@ -155,6 +156,7 @@ class PeerCommunicator(Communicator):
             self._launch(
                 cuda.collective_kernel("sum", self.size, x.dtype, x.dtype),
                 part,
+                k=x.size(1),
                 **cuda.arguments_of(x=x[taken], out=out[taken]),
             )
 
@@ -198,6 +200,7 @@ class PeerCommunicator(Communicator):
             self._launch(
                 kernel,
                 part,
+                k=x.size(1),
                 norm_weight=weight.data_ptr(),
                 eps=eps,
                 static_scale=address_of(scale),
@@ -324,6 +327,10 @@ def connect_peers(
     communicator.keep(mapped)
     distributed.barrier(group)
     return communicator
+
+
+def _host_words() -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32, pin_memory=True)
 
 
 def _all_reach_each_other(ranks: GroupCommunicator) -> bool:

@@ -12,6 +12,7 @@ from ops_cases import E4M3, assert_same_bits
 
 from effort import effort
 from ostinato import ops
+from ostinato.ops import reference
 from ostinato.ops.collective.communicator import Communicator, local_communicators, run_ranks
 from ostinato.ops.collective.peers import local_peers
 
@@ -97,6 +98,39 @@ def test_bits_are_those_of_the_sum_and_the_op(
         assert len(found) == len(expected)
         for got, want in zip(found, expected, strict=True):
             assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_close_to_the_readable_twins(dtype: torch.dtype, device: torch.device) -> None:
+    parts, weight, residual = given(2, dtype, device)
+    normed, total = on_every_rank(
+        2,
+        device,
+        lambda ranks: ops.all_reduce_norm(parts[ranks.rank], ranks, weight, EPS, residual=residual),
+    )[0]
+    twin = reference.all_reduce_norm(parts, weight, EPS, residual=residual)
+    torch.testing.assert_close(total, twin[1])
+    torch.testing.assert_close(normed, twin[0].to(dtype))
+    codes, scale, _ = on_every_rank(
+        2,
+        device,
+        lambda ranks: ops.all_reduce_norm_quantize(
+            parts[ranks.rank], ranks, weight, EPS, torch.int8, residual=residual
+        ),
+    )[0]
+    of_rows = reference.all_reduce_norm_quantize(parts, weight, EPS, torch.int8, residual=residual)
+    torch.testing.assert_close(scale, of_rows[1])
+    assert (codes.int() - of_rows[0].int()).abs().amax() <= 1
+    values, scales, _ = on_every_rank(
+        2,
+        device,
+        lambda ranks: ops.all_reduce_norm_quantize_per_group(
+            parts[ranks.rank], ranks, weight, EPS, residual=residual
+        ),
+    )[0]
+    groups = reference.all_reduce_norm_quantize_per_group(parts, weight, EPS, residual=residual)
+    torch.testing.assert_close(scales, groups[1])
+    torch.testing.assert_close(values.float(), groups[0].float(), rtol=0.14, atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3])
