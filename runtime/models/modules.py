@@ -140,14 +140,31 @@ class Module:
 
     def share_of_columns(self, rank: int, size: int) -> tuple[Module, ...]:
         """Return what a rank keeps where ranks divide inputs, so that their results are added."""
-        kept = share(self.name, self.columns, self.column_units or self.columns, rank, size)
+        units = self.column_units or self.columns
+        kept = share(self.name, self.columns, units, rank, size, of="columns")
         return (replace(self, kept_columns=kept, keeps_bias=rank == 0),)
 
 
 def share(
-    name: str, length: int, units: int, rank: int, size: int, *, replicated: bool = False
+    name: str,
+    length: int,
+    units: int,
+    rank: int,
+    size: int,
+    *,
+    replicated: bool = False,
+    of: str = "rows",
 ) -> slice:
     """Return a rank's part of `length` rows or columns, in whole units.
+
+    Args:
+        name: of the tensor or module.
+        length: of all ranks' parts.
+        units: how many equal ones there are.
+        rank: this one.
+        size: how many ranks there are.
+        replicated: whether several ranks may keep the same unit.
+        of: "rows" or "columns", for messages.
 
     Raises:
         UnsupportedModelError: naming the tensor or module, where ranks cannot divide them.
@@ -159,8 +176,9 @@ def share(
     if replicated and size % units == 0:
         unit = rank * units // size
         return slice(unit * width, (unit + 1) * width)
+    got = f"{units} {of}" if width == 1 else f"{units} groups of {width} {of}"
     expected = f"a multiple of {size}{' or a divisor of it' if replicated else ''}"
-    raise UnsupportedModelError(f"{name}: got {units} for {size} ranks, expected {expected}")
+    raise UnsupportedModelError(f"{name}: got {got} for {size} ranks, expected {expected}")
 
 
 def uneven_width(length: int, size: int) -> int:

@@ -125,21 +125,28 @@ class GatheredHead(Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class NormOverRanks(Norm):
-    """A norm of rows [M, K] that ranks divide: it gathers them, and returns this rank's columns.
+    """A norm of rows [M, K] that ranks divide; `weight` [K] is that of all columns.
 
-    `weight` [K] is that of all columns, `kept` are this rank's. Several ranks may keep the same.
+    `kept` are this rank's columns. Several ranks may keep the same.
     """
 
     kept: slice
     communicator: Communicator
 
-    def __call__(self, x: Addend) -> torch.Tensor:
-        """Return x [M, kept], normalised by all ranks' columns; x is no partial sum."""
-        assert isinstance(x, torch.Tensor), "heads are no sums"
-        gathered = self.communicator.all_gather(x.contiguous())
+    def of_gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's columns, normalised, of those [M, ranks, kept] of all ranks."""
         # Neighbouring ranks that keep the same columns count once.
-        copies = gathered.size(1) // self.weight.size(0)
-        if copies > 1:
-            by_rank = gathered.unflatten(1, (-1, copies, x.size(1)))
-            gathered = by_rank[:, :, 0].flatten(1)
-        return super().__call__(gathered)[:, self.kept]
+        copies = x.size(1) * x.size(2) // self.weight.size(0)
+        return self(x[:, ::copies].flatten(1))[:, self.kept]
+
+
+def normalized_heads(
+    q_norm: Norm, k_norm: Norm, q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and k, normalised over all heads, of which ranks may have some each."""
+    if not isinstance(q_norm, NormOverRanks) or not isinstance(k_norm, NormOverRanks):
+        return q_norm(q), k_norm(k)
+    ranks = q_norm.communicator
+    gathered = ranks.all_gather(torch.cat([q, k], dim=1)).unflatten(1, (ranks.size, -1))
+    every_q, every_k = gathered.split([q.size(1), k.size(1)], dim=2)
+    return q_norm.of_gathered(every_q), k_norm.of_gathered(every_k)

@@ -216,7 +216,7 @@ def test_build_for_a_model_takes_what_its_options_launch(
         (["--all", "--tp", "0"], "--tensor-parallel-size: got 0, expected at least 1"),
         (
             ["--for-model", "examples/tiny-llama", "--tp", "5"],
-            "model.layers.0.self_attn.q_proj: got 6 for 5 ranks, expected a multiple of 5",
+            "model.layers.0.self_attn.q_proj: got 6 groups of 32 rows for 5 ranks, expected a mul",
         ),
         (["--all", "--inject-delay", "nowhere"], "--inject-delay: got 'nowhere', expected"),
         (["--for-model", "/nowhere"], "--for-model: got '/nowhere', which does not exist"),

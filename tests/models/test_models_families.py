@@ -507,5 +507,5 @@ def test_ranks_divide_what_a_norm_over_all_heads_returns() -> None:
         slice(first, first + 8) for first in (0, 8, 16, 24)
     ]
     assert [layer.all_k_norm.kept for layer in layers] == [slice(0, 8)] * 2 + [slice(8, 16)] * 2
-    with pytest.raises(UnsupportedModelError, match=r"q_proj: got 4 for 3 ranks, expected a mult"):
+    with pytest.raises(UnsupportedModelError, match=r"q_proj: got 4 groups of 8 rows for 3 ranks"):
         shard(layer_of("olmo2"), 0, 3)

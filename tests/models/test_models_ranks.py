@@ -170,7 +170,9 @@ def test_random_ranks_route_and_choose_alike(precision: str) -> None:
 
 
 def test_random_ranks_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"gate_proj: got 250 for 4 ranks, expected"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"gate_proj: got 250 rows for 4 ranks, expected"
+    ):
         random_ranks(4, "bf16", moe_intermediate_size=250)
 
 

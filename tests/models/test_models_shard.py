@@ -125,13 +125,18 @@ def test_ranks_beyond_the_kv_heads_keep_the_same_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "size", "message"),
     [
-        ({}, 3, r"q_proj: got 4 for 3 ranks, expected a multiple of 3$"),
+        ({}, 3, r"q_proj: got 4 groups of 8 rows for 3 ranks, expected a multiple of 3$"),
         (
             {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96},
             6,
-            r"k_proj: got 4 for 6 ranks, expected a multiple of 6 or a divisor of it$",
+            r"k_proj: got 4 groups of 8 rows for 6 ranks, expected a multiple of 6 or a divisor of "
+            r"it$",
         ),
-        ({"intermediate_size": 50}, 4, r"gate_proj: got 50 for 4 ranks, expected a multiple of 4"),
+        (
+            {"intermediate_size": 50},
+            4,
+            r"gate_proj: got 50 rows for 4 ranks, expected a multiple of 4",
+        ),
         (
             {"vocab_size": 5},
             4,

@@ -26,7 +26,7 @@ from ..layout import DecoderLayout
 from ..modules import Module, TensorSpec, uneven_width
 from ..norms import Addend, Norm, summed
 from ..parts import LinearPart, Loader, NormPart, TensorPart
-from ..ranks import GatheredHead
+from ..ranks import GatheredHead, normalized_heads
 from ..registry import Family, family_of, register
 from ..required_kernels import collective_kernels
 
@@ -375,7 +375,7 @@ class Llama(Decoder):
         config = self.config
         q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
         if layer.all_q_norm is not None:
-            q, k = layer.all_q_norm(q), layer.all_k_norm(k)
+            q, k = normalized_heads(layer.all_q_norm, layer.all_k_norm, q, k)
         return q, k, v
 
 

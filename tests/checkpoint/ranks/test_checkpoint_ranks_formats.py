@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import block_files
 import pytest
 import torch
-from hf_models import MODELS, SHAPE, TOKENS, hf_logits, random_model, save_plain
-from quantized_files import FORMATS, SPELLINGS, write_quantized
+from hf_models import IDS, MODELS, SHAPE, TOKENS, hf_logits, random_model, save_plain
+from quantized_files import FORMATS, SPELLINGS, sturdy_tokens, write_quantized
 from rank_models import load_ranks, logits_of_ranks
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Phi3Config, Qwen3MoeConfig
 
 from effort import effort
 from ostinato.checkpoint import (
@@ -32,6 +33,7 @@ TOLERANCE = 1e-4
 BLOCKS = LlamaConfig(
     **{
         **SHAPE,
+        "num_hidden_layers": 1,  # of more hardly any token is sturdy
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_attention_heads": 8,
@@ -50,14 +52,20 @@ EXPERTS = Qwen3MoeConfig(
 )
 
 
-def check_logits(folder: Path, plain: Any, *, size: int, exact: bool, **options: Any) -> None:
-    """Compare ranks with one device, within rounding or the error of quantisation itself."""
-    expected = sequence_logits(load_model(folder, **options), TOKENS)
-    found = logits_of_ranks(folder, size, TOKENS, **options)
-    error = float((expected.cpu() - hf_logits(plain)).abs().max())
+def check_logits(
+    folder: Path, plain: Any, size: int, *, sturdy: list[int] | None = None, **options: Any
+) -> None:
+    """Compare ranks with one device, within the error of quantisation itself.
+
+    With tokens of `sturdy_tokens` codes are equal, and only fp32 additions differ.
+    """
+    tokens = sturdy or TOKENS
+    expected = sequence_logits(load_model(folder, **options), tokens)
+    found = logits_of_ranks(folder, size, tokens, **options)
+    error = float((expected.cpu() - hf_logits(plain, tokens)).abs().max())
     assert error > 0.01, "nothing was quantised"
-    # Where scales are found at run time, each rank finds those of its own columns.
-    assert (found - expected).abs().max() <= (TOLERANCE if exact else 2 * error)
+    # Where a scale of a whole token is found at run time, each rank finds that of its own columns.
+    assert (found - expected).abs().max() <= (TOLERANCE if sturdy else 2 * error)
 
 
 @pytest.mark.parametrize("size", effort([2], [2, 4]))
@@ -66,25 +74,41 @@ def test_quantized_ranks_compute_the_logits_of_one(
     form: str, size: int, device: torch.device, tmp_path: Path
 ) -> None:
     plain = random_model(MODELS["llama-biases"])
-    write_quantized(tmp_path, plain, STORED[form])
+    written = write_quantized(tmp_path, plain, STORED[form])
     # As in test_checkpoint_logits.py: tensor cores add FP8 with about 13 bits of fraction.
     exact = form in FIXED and (device.type == "cpu" or STORED[form].dtype is torch.int8)
-    check_logits(tmp_path, plain, size=size, exact=exact, device=device)
+    sturdy = sturdy_tokens(written.twin(), 4) if exact else None
+    check_logits(tmp_path, plain, size, sturdy=sturdy, device=device)
 
 
-@pytest.mark.parametrize("name", ["phi3", "glm4", "olmo2", "cohere-qk-norm", "gemma2"])
-def test_quantized_ranks_of_other_families(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *product(("phi3", "glm4"), ("ct-int8-static", "ct-fp8-static")),
+        *product(("olmo2", "cohere-qk-norm", "gemma2"), ("ct-fp8-static",)),
+    ],
+)
+def test_quantized_ranks_of_other_families(name: str, form: str, tmp_path: Path) -> None:
     plain = random_model(MODELS[name])
-    write_quantized(tmp_path, plain, FORMATS["ct-fp8-static"])
-    check_logits(tmp_path, plain, size=2, exact=True)
+    written = write_quantized(tmp_path, plain, FORMATS[form])
+    check_logits(tmp_path, plain, 2, sturdy=sturdy_tokens(written.twin(), 2))
 
 
 @pytest.mark.parametrize("size", effort([2], [2, 4]))
 @pytest.mark.parametrize("form", effort(["hf", "modelopt"], list(block_files.FORMATS)))
 def test_ranks_keep_blocks(form: str, size: int, device: torch.device, tmp_path: Path) -> None:
     plain = random_model(BLOCKS)
-    block_files.write_blocks(tmp_path, plain, block_files.FORMATS[form])
-    check_logits(tmp_path, plain, size=size, exact=False, device=device)
+    written = block_files.write_blocks(tmp_path, plain, block_files.FORMATS[form])
+    sturdy = sturdy_tokens(written.twin(), 1) if device.type == "cpu" else None
+    check_logits(tmp_path, plain, size, sturdy=sturdy, device=device)
+
+
+def test_ranks_keep_blocks_of_sections(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8}
+    sizes["num_hidden_layers"] = 1
+    plain = random_model(Phi3Config(**{**SHAPE, **IDS, **sizes}))
+    written = block_files.write_blocks(tmp_path, plain, block_files.FORMATS["hf-minimax"])
+    check_logits(tmp_path, plain, 2, sturdy=sturdy_tokens(written.twin(), 1))
 
 
 @pytest.mark.parametrize(
@@ -119,13 +143,13 @@ def test_ranks_divide_quantized_experts(scheme: str, tmp_path: Path) -> None:
     folder = tmp_path / "quantized"
     ignored = ("lm_head", "re:.*self_attn.*") if scheme == "fp8-block" else ("lm_head",)
     quantize_checkpoint(source, folder, scheme=scheme, ignore=ignored, progress=False)
-    check_logits(folder, plain, size=2, exact=False)
+    check_logits(folder, plain, 2)
 
 
 def test_ranks_quantize_their_rows_of_the_head(tmp_path: Path) -> None:
     plain = random_model(MODELS["llama-tied"])
     folder = save_plain(tmp_path, plain)
-    check_logits(folder, plain, size=2, exact=False, lm_head_dtype=torch.int8)
+    check_logits(folder, plain, 2, lm_head_dtype=torch.int8)
     whole = load_model(folder, lm_head_dtype=torch.int8).lm_head
     heads = [rank.lm_head.linear for rank in load_ranks(folder, 2, lm_head_dtype=torch.int8)]
     assert torch.equal(torch.cat([head.weight for head in heads]), whole.weight)
@@ -162,4 +186,5 @@ def test_ranks_have_the_scales_of_their_kv_heads(tmp_path: Path) -> None:
         pytest.approx([0.04, 0.08]),
         pytest.approx([0.06, 0.12]),
     ]
-    check_logits(tmp_path, plain, size=2, exact=True)
+    # A key or value at a border of the cache's codes changes logits by less than quantising does.
+    check_logits(tmp_path, plain, 2)
