@@ -174,7 +174,8 @@ class Watchdog:
         if isinstance(error, RankError):
             return told
         # An error of this rank's own says more to its caller.
-        return told if consequence and self._rank not in told.failures else None
+        is_own = not consequence or told.failures.get(self._rank) == _failed(error)
+        return None if is_own else told
 
     def leave(self) -> None:
         """Note that this process ends by itself, and need not be ended soon."""
