@@ -195,9 +195,11 @@ class Watchdog:
 
     def wait_for_others(self, seconds: float) -> None:
         """Wait until all others have left or are lost: the store's process must be the last."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            gone = self._left | set(self._failures or ())
+        started = time.monotonic()
+        while (waited := time.monotonic() - started) < seconds:
+            # A lost rank may live, and read why it is given up.
+            lost = self._failures if self._failures and waited > _ANSWER_S else {}
+            gone = self._left | set(lost)
             if all(r in gone or p.ended for r, p in self._processes.items()):
                 return
             self._look.set()
