@@ -87,6 +87,15 @@ def test_generate_prints_on_rank_0_alone(run: Run) -> None:
     assert second["told"][0]["printed"] == ""
 
 
+def test_bench_engine_measures_all_ranks_on_rank_0(run: Run) -> None:
+    argv = ["bench", "engine", "--shape", "tiny", "--dtype", "bf16", "int8", "--device", "cpu"]
+    argv += ["--prompt", "4", "--output", "1", "9", "--repeats", "1", "--tp", "2"]
+    first, second = run(argv).result()["ranks"]
+    assert first["code"] == second["code"] == 0, (first["stderr"], second["stderr"])
+    assert first["told"][0]["printed"].count("tiny tp2 b1 prompt4") == 4
+    assert second["told"][0]["printed"] == ""
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

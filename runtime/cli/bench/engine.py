@@ -208,7 +208,7 @@ def _targets(path: Path) -> dict[tuple[str, str], float]:
 
 
 def _line(row: EngineRow, targets: dict[tuple[str, str], float]) -> str:
-    batch = int(row.case.split()[1][1:])
+    batch = int(row.case.split()[-2][1:])  # behind the shape, and perhaps the number of ranks
     line = f"{row.case:<32}{row.impl:<36}{row.us:>12.1f}{batch / row.us * 1e6:>12.4g}"
     line += f"{row.tb_s:>10.3g}"
     for seconds in (row.short_s, row.long_s):
