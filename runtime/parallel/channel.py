@@ -76,9 +76,10 @@ class Channel:
             json.loads(self._guarded(lambda r=rank: self._store.get(f"meet/{meeting}/{r}")))  # type: ignore[misc]
             for rank in ranks
         ]
+        first = said[0][0]
         for rank, (where, _) in enumerate(said):
-            if where != at:
-                raise self._lost({rank: f"is at {where!r}, and rank {self._rank} at {at!r}"})
+            if where != first:
+                raise self._lost({rank: f"is at {where!r}, and rank 0 at {first!r}"})
         return [told for _, told in said]
 
     def send(self, message: bytes) -> None:
