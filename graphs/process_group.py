@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +23,8 @@ _LINGER_S = 5.0  # for others to read of a failure before its process may end, w
 _IDLE_S = 10.0  # for the device to finish by itself what a failed rank takes no more part in
 _ABORT_S = 20.0  # for it to do so once the group has been aborted
 _POLL_S = 0.01
+
+_LOST = "lost"  # what is known of lost ranks, for all meetings of a group
 
 # How many of these each group has had: the runners of a group are made in one order by all ranks.
 _made: WeakKeyDictionary[distributed.ProcessGroup, int] = WeakKeyDictionary()
@@ -51,9 +53,9 @@ class CaptureGroup:
             return
         self.size, self._rank = group.size(), group.rank()
         number = _made[group] = _made.get(group, 0) + 1
-        name = f"ostinato/{group.group_name}/{number}"
+        self._shared = shared_store(group)
         self._store = distributed.PrefixStore(  # type: ignore[attr-defined]  # it is public
-            name, _store_of(group)
+            str(number), self._shared
         )
 
     def agree(self, at: str, problem: str | None = None) -> None:
@@ -157,6 +159,10 @@ class CaptureGroup:
             if self._store.check(["gave up"]):  # also where all have come by now
                 self._broken = self._store.get("gave up").decode()
                 raise RankError(self._broken)
+            if self._shared.check([_LOST]):
+                failures = lost_ranks(self._shared)
+                self._broken = describe(failures)
+                raise RankError(self._broken, failures)
             missing = [rank for rank in ranks if rank not in said]
             said.update(self._posted(meeting, missing))
             missing = [rank for rank in ranks if rank not in said]
@@ -182,10 +188,43 @@ class CaptureGroup:
 def _raise_problems(said: dict[int, dict[str, Any]]) -> None:
     failures = {rank: post["problem"] for rank, post in said.items() if post["problem"] is not None}
     if failures:
-        raise RankError(
-            "\n".join(f"rank {rank} failed: {problem}" for rank, problem in failures.items()),
-            failures,
-        )
+        problems = {rank: f"failed: {problem}" for rank, problem in failures.items()}
+        raise RankError(describe(problems), failures)
+
+
+def describe(failures: Mapping[int, str]) -> str:
+    """Return what happened to ranks, a line for each, such as "rank 1 failed: no memory"."""
+    return "\n".join(f"rank {rank} {what}" for rank, what in failures.items())
+
+
+def shared_store(group: distributed.ProcessGroup) -> Any:
+    """Return the part of a group's store that is ours, on a connection that the group shares."""
+    return distributed.PrefixStore(  # type: ignore[attr-defined]  # it is public
+        f"ostinato/{group.group_name}", _store_of(group)
+    )
+
+
+def declare_lost(store: Any, failures: Mapping[int, str]) -> dict[int, str]:
+    """End every meeting of a group, for good, because ranks are lost; the first call counts.
+
+    Args:
+        store: of `shared_store`.
+        failures: ranks and what happened to each, the predicate of a sentence.
+
+    Returns:
+        What the first call has said.
+    """
+    told: bytes = store.compare_set(_LOST, "", json.dumps(failures))
+    return _failures(told)
+
+
+def lost_ranks(store: Any) -> dict[int, str]:
+    """Return what `declare_lost` has been told; nothing before that."""
+    return _failures(store.get(_LOST)) if store.check([_LOST]) else {}
+
+
+def _failures(told: bytes) -> dict[int, str]:
+    return {int(rank): what for rank, what in json.loads(told).items()}
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:

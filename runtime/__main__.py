@@ -18,9 +18,10 @@ def run() -> NoReturn:
     # busy processor: a small model's step took 70 times as long beside two other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     code = _run()
-    if code == INTERRUPTED:
+    if code == INTERRUPTED or (code and "WORLD_SIZE" in os.environ):
         # `main` has flushed what was printed. A normal exit might print the traceback of a second
-        # Ctrl-C, or end by the signal instead of the code when the first one hit an import.
+        # Ctrl-C, or end by the signal instead of the code when the first one hit an import; and
+        # where a rank is lost, it might wait for it in a library.
         os._exit(code)
     sys.exit(code)
 

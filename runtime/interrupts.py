@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # Of two that come sooner one after the other the second is none: launchers send one as well.
-_APART_S = 0.5
+APART_S = 0.5
 
 
 class Uninterrupted:
@@ -59,7 +59,7 @@ class Uninterrupted:
         now = time.monotonic()
         if self._held_since is None:
             self._held_since = now
-        elif now - self._held_since >= _APART_S:
+        elif now - self._held_since >= APART_S:
             self._held_since = None
             # Here, since it may be `__exit__` that does not come to it any more.
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -30,6 +30,7 @@ FOLLOWED = {
     "docs/integrations/flash-attn.md": "tests/compat/test_compat_pages.py",
     "docs/integrations/torch-compile.md": "tests/compat/test_compat_pages.py",
     "docs/integrations/transformers.md": "tests/compat/test_compat_pages.py",
+    "docs/tensor-parallel.md": "tests/parallel/test_parallel_commands.py",
 }
 # What a page takes as known: code that runs before each of its blocks, in one namespace.
 # None: another test runs the block.

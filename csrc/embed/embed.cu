@@ -50,14 +50,18 @@ __global__ void __launch_bounds__(kThreads) embed(const __grid_constant__ EmbedP
   if (marks) {  // rows with the same token and set write the same value
     p.seen[within(seen_row, p.seen_size) * p.seen_stride + token] = 1;
   }
-  const Element* const source = static_cast<const Element*>(p.table) + token * p.table_stride;
+  const int64_t table_row = token - p.first_id;
+  const bool is_held = table_row >= 0 && table_row < p.table_rows;
+  const Element* const source = static_cast<const Element*>(p.table) + table_row * p.table_stride;
   Element* const target = static_cast<Element*>(p.out) + row * p.out_stride;
   const uint32_t dim = static_cast<uint32_t>(p.dim);
   const uint32_t step = gridDim.y * blockDim.x * kVector;
   for (uint32_t first = (blockIdx.y * blockDim.x + threadIdx.x) * kVector; first < dim;
        first += step) {
-    Packed<Element, kVector> vector;
-    load<kAligned, Reuse::kOnce>(source, first, dim, vector);
+    Packed<Element, kVector> vector = {};
+    if (is_held) {
+      load<kAligned, Reuse::kOnce>(source, first, dim, vector);
+    }
     store<kAligned, Element, kVector>(target, first, dim, vector.words);
   }
 }
@@ -67,8 +71,9 @@ bool is_aligned(const void* data, int64_t stride, int32_t rows) {
 }
 
 bool is_valid(const EmbedParams& p) {
-  return p.tokens != nullptr && p.table != nullptr && p.out != nullptr && p.vocabulary > 0 &&
-         p.dim > 0 && (p.seen == nullptr || (p.seen_rows != nullptr && p.seen_size > 0));
+  return p.tokens != nullptr && p.table != nullptr && p.out != nullptr && p.table_rows > 0 &&
+         p.first_id >= 0 && p.table_rows <= p.vocabulary - p.first_id && p.dim > 0 &&
+         (p.seen == nullptr || (p.seen_rows != nullptr && p.seen_size > 0));
 }
 
 }  // namespace
@@ -91,7 +96,7 @@ OSTINATO_LAUNCH(ostinato::EmbedParams) {
   config.block = dim3(vectors < kThreads ? (vectors + 31) / 32 * 32 : kThreads);
   config.grid = dim3(static_cast<uint32_t>(p.rows), slices < kMaxSlices ? slices : kMaxSlices);
   config.pdl = p.pdl != 0;
-  const bool aligned = p.dim % kVector == 0 && is_aligned(p.table, p.table_stride, p.vocabulary) &&
+  const bool aligned = p.dim % kVector == 0 && is_aligned(p.table, p.table_stride, p.table_rows) &&
                        is_aligned(p.out, p.out_stride, p.rows);
   return launch(aligned ? embed<true> : embed<false>, config, static_cast<cudaStream_t>(stream), p);
 }

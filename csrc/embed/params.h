@@ -6,12 +6,13 @@
 
 namespace ostinato {
 
-// Copies rows of a table, and marks tokens as seen (csrc/embed/embed.cu).
+// Copies rows of a table, and marks tokens as seen (csrc/embed/embed.cu). Of a table that several
+// ranks divide, one has the rows of the tokens from first_id on: those of others are zeros here.
 struct EmbedParams {
   OSTINATO_FIELDS_BEGIN(EmbedParams);
   // [rows]; indices out of range are taken for the last, as those of seen_rows
   OSTINATO_FIELD(const int64_t*, tokens);
-  OSTINATO_FIELD(const void*, table);  // [vocabulary, dim]
+  OSTINATO_FIELD(const void*, table);  // [table_rows, dim]
   OSTINATO_FIELD(int64_t, table_stride);
   OSTINATO_OPTIONAL(uint8_t*, seen);  // [seen_size, vocabulary], set to 1, or null
   OSTINATO_OPTIONAL(int64_t, seen_stride);
@@ -21,7 +22,9 @@ struct EmbedParams {
   OSTINATO_FIELD(void*, out);  // [rows, dim]
   OSTINATO_FIELD(int64_t, out_stride);
   OSTINATO_FIELD(int32_t, rows);
-  OSTINATO_FIELD(int32_t, vocabulary);
+  OSTINATO_FIELD(int32_t, vocabulary);  // tokens that there are
+  OSTINATO_OPTIONAL(int32_t, first_id);
+  OSTINATO_FIELD(int32_t, table_rows);
   OSTINATO_FIELD(int32_t, dim);
   OSTINATO_OPTIONAL(int32_t, seen_size);
   OSTINATO_OPTIONAL(int32_t, pdl);  // 1: launched with programmatic stream serialization

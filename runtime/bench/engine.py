@@ -15,6 +15,7 @@ from ostinato.graphs import CaptureReport
 
 from ..engine import Engine, SamplingParams
 from ..models import Decoder, ModelConfig, ScaleKind
+from ..parallel import Ranks
 from .plans import check_least
 from .report import Row
 from .step.run import implementation
@@ -167,8 +168,13 @@ class TooShortError(Exception):
     """Texts whose difference in length does not show in their times."""
 
 
-def engine_for(model: Decoder, plan: EnginePlan) -> Engine:
+def engine_for(model: Decoder, plan: EnginePlan, ranks: Ranks | None = None) -> Engine:
     """Return an engine with room for the largest batch, nothing captured yet.
+
+    Args:
+        model: its model, or this rank's share.
+        plan: what is measured.
+        ranks: the processes that share the model.
 
     Raises:
         ValueError: for what `EnginePlan.check` and `kv_format` refuse.
@@ -185,6 +191,7 @@ def engine_for(model: Decoder, plan: EnginePlan) -> Engine:
         num_pages=1 + batch * pages_each,
         kv_cache_dtype=plan.kv_cache_dtype,
         kv_scales=plan.kv_scales,
+        ranks=ranks,
     )
 
 

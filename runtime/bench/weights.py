@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +19,9 @@ from ..models import (
 )
 from ..models.experts.products import BlockFP8Experts, DenseExperts, Experts, W8A8Experts
 from ..models.parts import ExpertsPart, LinearPart, TensorPart
+from ..models.ranks import ranks_of
 from ..ops import channel_scales
+from ..ops.collective.communicator import Communicator
 from .shapes import HEAD_PRECISIONS, PRECISIONS
 
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
@@ -51,6 +54,7 @@ def random_decoder(
     max_context: int,
     lm_head: str = "bf16",
     batch_invariant: bool = True,
+    communicator: Communicator | None = None,
 ) -> Decoder:
     """Return a decoder with random weights that keep activations of order one.
 
@@ -64,9 +68,13 @@ def random_decoder(
         max_context: longest sequence served.
         lm_head: precision of the output projection: one of `HEAD_PRECISIONS`.
         batch_invariant: as of `load_model`.
+        communicator: likewise. What ranks divide each of them draws by itself; what all of them
+            keep, such as routers, is equal on all.
 
     Raises:
-        ValueError: for another precision, or a `max_context` that the model does not have.
+        UnsupportedModelError: naming a module that so many ranks cannot divide.
+        TypeError, ValueError: for another precision, a `max_context` that the model does not have,
+            or a communicator that is none or of another device.
     """
     for name, value, known in (
         ("precision", precision, PRECISIONS),
@@ -75,10 +83,15 @@ def random_decoder(
         if value not in known:
             raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(known)}")
     family = family_of(config)
-    loader = _RandomLoader(device, precision, lm_head, batch_invariant, config)
+    layout = family.layout(config)
+    communicator = ranks_of(communicator, device)
+    if communicator is not None:
+        layout = layout.shard(communicator.rank, communicator.size)
+        config = config.of_rank(communicator.size)
+    loader = _RandomLoader(device, precision, lm_head, batch_invariant, communicator)
     return family.load(
         config,
-        family.layout(config),
+        layout,
         loader,
         max_context=max_context,
         batch_invariant=batch_invariant,
@@ -93,25 +106,31 @@ class _RandomLoader:
     precision: str
     lm_head: str
     batch_invariant: bool
-    config: ModelConfig
+    communicator: Communicator | None
 
     def __post_init__(self) -> None:
-        self._generator = torch.Generator(self.device).manual_seed(0)
+        # Of what all ranks keep, and of what is this rank's alone.
+        self._common = self._own = torch.Generator(self.device).manual_seed(0)
+        if self.communicator is not None:
+            self._own = torch.Generator(self.device).manual_seed(1 + self.communicator.rank)
 
     def tensor(self, part: TensorPart) -> torch.Tensor:
-        if len(part.spec.shape) == 2:
-            return self._normal(*part.spec.shape)
+        if len(part.shape) == 2:
+            generator = self._common if part.kept_rows is None else self._own
+            return self._normal(*part.shape, generator=generator)
         dtype = part.dtype or torch.bfloat16
-        return torch.ones(part.spec.shape, dtype=dtype, device=self.device)
+        return torch.ones(part.shape, dtype=dtype, device=self.device)
 
     def linear(self, part: LinearPart) -> Linear:
         if part.chooses:
-            return self._linear(part.shape, "bf16", torch.float32)
-        return self._linear(part.shape, self.precision, torch.bfloat16)
+            return self._linear(part.shape, "bf16", torch.float32, generator=self._common)
+        fan_in = part.modules[0].columns
+        return self._linear(part.shape, self.precision, torch.bfloat16, fan_in=fan_in)
 
     def experts(self, part: ExpertsPart) -> Experts:
         shape = (part.num_experts, *part.shape)
-        weight = self._normal(shape[0] * shape[1], shape[2])
+        fan_in = part.modules[0][0].columns
+        weight = self._normal(shape[0] * shape[1], shape[2], fan_in=fan_in)
         if self.precision == "bf16":
             return DenseExperts(weight.view(shape), part.gated)
         if self.precision == _BLOCKS:
@@ -128,15 +147,31 @@ class _RandomLoader:
     def head(self, part: LinearPart | None, embedding: torch.Tensor) -> Linear:
         if part is None and self.lm_head == "bf16":
             return DenseLinear(embedding, out_dtype=torch.float32)
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        return self._linear(shape, self.lm_head, torch.float32)
+        rows, columns = embedding.shape if part is None else part.shape
+        return self._linear((rows, columns), self.lm_head, torch.float32)
 
-    def _normal(self, rows: int, columns: int) -> torch.Tensor:
+    def _normal(
+        self,
+        rows: int,
+        columns: int,
+        *,
+        fan_in: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Return a weight for inputs of `fan_in` elements, of which a rank may have some."""
         weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
-        return weight.normal_(std=columns**-0.5, generator=self._generator)
+        std = (columns if fan_in is None else fan_in) ** -0.5
+        return weight.normal_(std=std, generator=generator or self._own)
 
-    def _linear(self, shape: tuple[int, int], precision: str, out: torch.dtype) -> Linear:
-        weight = self._normal(*shape)
+    def _linear(
+        self,
+        shape: tuple[int, int],
+        precision: str,
+        out: torch.dtype,
+        **drawn: Any,
+    ) -> Linear:
+        """Return a layer; `drawn` are options of `_normal`."""
+        weight = self._normal(*shape, **drawn)
         if precision == "bf16":
             return DenseLinear(weight, out_dtype=out)
         if precision == _BLOCKS:

@@ -10,7 +10,7 @@ from ..models.parts import SchemeOf
 from .errors import CheckpointError, UnsupportedCheckpointError
 from .format import StoredSchemeOf
 from .reader import CheckpointReader
-from .storage.base import StoredScheme
+from .storage.base import Kept, StoredScheme
 from .storage.dense import DENSE
 
 
@@ -57,6 +57,21 @@ def with_plain_routers(scheme_of: StoredSchemeOf, layout: DecoderLayout) -> Stor
     return of_module
 
 
+def check_shares(layout: DecoderLayout, scheme_of: StoredSchemeOf) -> None:
+    """Check that what a rank keeps of each module can be read, before any of it is.
+
+    Raises:
+        UnsupportedCheckpointError: naming the module, where it divides what has one scale.
+    """
+    for part in layout.linears():
+        for scheme, run in part.runs(scheme_of):
+            scheme.check_shares(run.modules)
+    for experts in layout.experts():
+        scheme = experts.scheme(scheme_of)
+        for modules in experts.products():
+            scheme.check_shares(modules)
+
+
 def check_tied(reader: CheckpointReader, layout: DecoderLayout) -> None:
     """Check that a stored copy of a tied embedding, if there is one, equals the embedding.
 
@@ -68,7 +83,8 @@ def check_tied(reader: CheckpointReader, layout: DecoderLayout) -> None:
     spec, embedding = layout.tied_output.spec, layout.embedding.spec
     if reader.where(spec) == reader.where(embedding):
         return  # it is the only copy
-    if not torch.equal(reader.read(spec), reader.read(embedding)):
+    kept = layout.embedding.kept_rows
+    if not torch.equal(Kept(spec, kept).read(reader), Kept(embedding, kept).read(reader)):
         raise CheckpointError(
             f"{reader.where(spec)}: differs from {embedding.name}, although config.json "
             "says that they are tied (tie_word_embeddings)"

@@ -10,12 +10,15 @@ import torch
 from ..models import Decoder, DenseLinear, Linear, W8A8Linear, compile_kernels, family_of
 from ..models.experts.products import Experts
 from ..models.joined_linear import join
-from ..models.parts import DENSE_DTYPES, ExpertsPart, InputFactors, LinearPart, Module, TensorPart
+from ..models.modules import DENSE_DTYPES, Module
+from ..models.parts import ExpertsPart, InputFactors, LinearPart, TensorPart
+from ..models.ranks import ranks_of
+from ..ops.collective.communicator import Communicator
 from .config import load_config
 from .errors import UnsupportedCheckpointError
 from .folder import checkpoint_folder
 from .format import StoredSchemeOf
-from .layout import check_tied, checked_layout, with_plain_routers
+from .layout import check_shares, check_tied, checked_layout, with_plain_routers
 from .quantization import load_quantization
 from .reader import CheckpointReader
 from .scales import read_scale
@@ -33,6 +36,7 @@ def load_model(
     max_context: int | None = None,
     lm_head_dtype: torch.dtype | None = None,
     batch_invariant: bool = True,
+    communicator: Communicator | None = None,
 ) -> Decoder:
     """Load a Hugging Face checkpoint folder of any family of `ostinato.models`.
 
@@ -63,6 +67,9 @@ def load_model(
             quantised, with a scale per row. By default it stays as it is.
         batch_invariant: whether what is generated has the same bits whatever other sequences are
             served beside it, at the price of the fastest kernels for up to 16 of them.
+        communicator: joins the ranks that divide the model, this one among them; each of them
+            calls this, with the same arguments but for `device`. A rank reads its share of the
+            files alone, and its model computes the logits that all of them compute.
 
     Raises:
         CheckpointError: naming the file and the tensor, when something is missing, damaged,
@@ -70,10 +77,10 @@ def load_model(
             takes too long to match. Headers of all files are checked before any data is read and
             before memory is taken for what config.json says.
         UnsupportedCheckpointError: naming the field, for a quantisation that is not implemented.
-        UnsupportedModelError: for a model that is not implemented, or naming factors of SmoothQuant
-            that cannot be folded.
+        UnsupportedModelError: for a model that is not implemented, naming a module or tensor that
+            so many ranks cannot divide, or naming factors of SmoothQuant that cannot be folded.
         KernelBuildError: when compiling a kernel fails.
-        TypeError, ValueError: for `dtype`, `max_context` or `lm_head_dtype`.
+        TypeError, ValueError: for `dtype`, `max_context`, `lm_head_dtype` or `communicator`.
     """
     folder = checkpoint_folder("path", path, CONFIG_FILE, weights=True)
     config = load_config(folder)
@@ -85,25 +92,39 @@ def load_model(
     if lm_head_dtype is not None and lm_head_dtype not in QUANTIZED_DTYPES:
         expected = " or ".join(map(str, QUANTIZED_DTYPES))
         raise TypeError(f"lm_head_dtype: got {lm_head_dtype}, expected {expected}")
+    device = torch.device(device)
+    communicator = ranks_of(communicator, device)
     max_context = config.context(max_context)
     quantization = load_quantization(folder, text_tower=config.text_tower)
     scheme_of, kv_cache = quantization.scheme_of, quantization.kv_cache
-    target = Target(torch.device(device), config.dtype, batch_invariant)
+    target = Target(device, config.dtype, batch_invariant)
     with CheckpointReader(folder, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)
         layout = checked_layout(config, scheme_of, reader)
         scheme_of = with_plain_routers(scheme_of, layout)
         scales = () if kv_cache is None else kv_cache.tensors(config, reader)
         reader.check((*layout.tensors(scheme_of), *scales))
+        kv_scales = None if kv_cache is None else kv_cache.read(config, reader)
+        if communicator is not None:
+            rank, size = communicator.rank, communicator.size
+            layout = layout.shard(rank, size)
+            check_shares(layout, scheme_of)
+            if kv_scales is not None:
+                kv_scales = kv_scales.shard(rank, size)
+            config = config.of_rank(size)
         check_tied(reader, layout)
         loader = CheckpointLoader(
-            reader, scheme_of, target, lm_head_dtype, has_kv_scales=kv_cache is not None
+            reader,
+            scheme_of,
+            target,
+            lm_head_dtype,
+            has_kv_scales=kv_scales is not None,
+            communicator=communicator,
         )
         model = family_of(config).load(
             config, layout, loader, max_context=max_context, batch_invariant=batch_invariant
         )
-        if kv_cache is not None:
-            model.kv_scales = kv_cache.read(config, reader)
+        model.kv_scales = kv_scales
     compile_kernels(model)
     return model
 
@@ -117,6 +138,7 @@ class CheckpointLoader:
     target: Target
     lm_head_dtype: torch.dtype | None
     has_kv_scales: bool = False
+    communicator: Communicator | None = None
 
     def tensor(self, part: TensorPart) -> torch.Tensor:
         kept = Kept(part.spec, part.kept_rows)

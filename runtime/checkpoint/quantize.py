@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..models import KVScales, ModelConfig
 from ..models.layout import DecoderLayout
-from ..models.parts import TensorSpec
+from ..models.modules import TensorSpec
 from ..ops.common.sizes import ceil_div
 from .calibration.kv_cache import calibrate_kv_cache
 from .calibration.observe import observe, read_tokens

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..models.config_fields import shown
-from ..models.parts import DENSE_DTYPES, TensorSpec
+from ..models.modules import DENSE_DTYPES, TensorSpec
 from .errors import CheckpointError
 from .files import MAX_INDEX_BYTES, is_there
 from .finite import is_finite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..models.parts import TensorSpec
+from ..models.modules import TensorSpec
 from .errors import CheckpointError, UnsupportedCheckpointError
 from .reader import CheckpointReader
 

@@ -8,9 +8,14 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .command import FAILED, Command, Parser, UserError, check_folder, find_model, user_errors
-from .served_model import add_served_model_flags, require_server, service_of
+from .ranks import ranks_of
+from .served_model import add_served_model_flags, follow_service, require_server, service_of
+
+if TYPE_CHECKING:
+    from ..parallel import Ranks
 
 _EPILOG = """\
 Each line of the input is a request of OpenAI's batch API:
@@ -24,9 +29,17 @@ _TIMEOUT = 7 * 24 * 3600.0  # seconds; nobody waits at the other end
 
 def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    folder = find_model("MODEL", args.model, "tokenizer.json")
+    with ranks_of(args) as ranks:
+        folder = find_model("MODEL", args.model, "tokenizer.json")
+        require_server()
+        if ranks is not None and not ranks.leads:
+            follow_service(args, folder, ranks)
+            return 0
+        return _run(args, folder, ranks)
+
+
+def _run(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> int:
     check_folder("--output-file", args.output_file)
-    require_server()
     from tqdm import tqdm
 
     from ..server import Settings
@@ -41,7 +54,7 @@ def _main(argv: Sequence[str]) -> int:
     if not total:
         raise UserError(f"--input-file: {args.input_file} holds no requests")
     settings = Settings(request_timeout=_TIMEOUT, max_queue=1 << 20, max_body_bytes=64 << 20)
-    service = service_of(args, folder, settings)
+    service = service_of(args, folder, settings, ranks)
     try:
         with (
             open(args.input_file, "rb") as requests,

@@ -45,6 +45,14 @@ def _parser() -> Parser:
         choices=("int8", "fp8"),
         help="with --for-model: as load_model(lm_head_dtype=...), a quantised output projection",
     )
+    chosen.add_argument(
+        *("--tensor-parallel-size", "-tp", "--tp"),
+        dest="ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --for-model: what the model's share of each of N GPUs may launch (default: 1)",
+    )
     add_batch_invariant_flag(chosen, help="with --for-model: as load_model(batch_invariant=False)")
     add_kv_cache_flags(chosen, when="with --for-model: ")
     chosen.add_argument(
@@ -88,10 +96,17 @@ def _main(argv: Sequence[str]) -> int:
     for flag in ("only", "for_model", "dtypes"):
         if args.all and getattr(args, flag):
             raise UserError(f"--all: got --{flag.replace('_', '-')} beside it, expected it alone")
-    kv_cache = args.kv_cache_dtype != "auto" or args.kv_scales is not None
-    if args.for_model is None and (args.lm_head or not args.batch_invariant or kv_cache):
+    if args.ranks < 1:
+        raise UserError(f"--tensor-parallel-size: got {args.ranks}, expected at least 1")
+    of_model = (
+        args.lm_head or not args.batch_invariant,
+        args.kv_cache_dtype != "auto" or args.kv_scales is not None,
+        args.ranks > 1,
+    )
+    if args.for_model is None and any(of_model):
         raise UserError(
-            "--lm-head, --no-batch-invariant, --kv-cache-dtype, --kv-scales go with --for-model"
+            "--lm-head, --no-batch-invariant, --tensor-parallel-size, --kv-cache-dtype, "
+            "--kv-scales go with --for-model"
         )
     if args.for_model is not None:
         args.for_model = find_model("--for-model", args.for_model, weights=False)
@@ -109,6 +124,7 @@ def _main(argv: Sequence[str]) -> int:
                 batch_invariant=args.batch_invariant,
                 kv_cache_dtype=args.kv_cache_dtype,
                 kv_scales=args.kv_scales,
+                ranks=args.ranks,
             )
         # A model may need what is otherwise compiled when it is first used.
         unlisted = sorted(needed - set(CATALOGUE), key=lambda variant: variant.name)
@@ -167,6 +183,7 @@ def _model_kernels(
     batch_invariant: bool,
     kv_cache_dtype: str = "auto",
     kv_scales: ScaleKind | None = None,
+    ranks: int = 1,
 ) -> set[Variant]:
     """Return what the model of a checkpoint may launch, for any number of tokens.
 
@@ -176,16 +193,18 @@ def _model_kernels(
         batch_invariant: as of `load_model`.
         kv_cache_dtype: as of `Engine`.
         kv_scales: likewise.
+        ranks: how many divide the model, each of which compiles the same.
     """
     import torch
 
     from ..bench.weights import dtype_named
     from ..checkpoint import load_config
-    from ..checkpoint.layout import checked_layout, with_plain_routers
+    from ..checkpoint.layout import check_shares, checked_layout, with_plain_routers
     from ..checkpoint.quantization import load_quantization
     from ..checkpoint.storage.dense import DENSE
     from ..models import KVScales, family_of, kv_format
     from ..models.layers import dense_kernels
+    from ..models.required_kernels import collective_kernels
     from ..ops.common.device import runs
     from ..ops.linear.gemm_variants import GemmTiled
     from ..ops.linear.precompile import layer_kernels
@@ -195,6 +214,13 @@ def _model_kernels(
     scheme_of = quantization.scheme_of
     layout = checked_layout(config, scheme_of)
     scheme_of = with_plain_routers(scheme_of, layout)
+    shares = [layout]
+    if ranks > 1:
+        # The last may have fewer rows of the vocabulary.
+        shares = [layout.shard(rank, ranks) for rank in (0, ranks - 1)]
+        for share in shares:
+            check_shares(share, scheme_of)
+        config = config.of_rank(ranks)
     # What was tuned on this machine counts, if it is one that the kernels run on.
     here = torch.cuda.is_available() and runs(GemmTiled, torch.cuda.current_device())
     device = torch.device("cuda") if here else None
@@ -209,39 +235,40 @@ def _model_kernels(
         known.kernels(config, cache_format=cache_format, batch_invariant=batch_invariant)
     )
     quantizes_head = lm_head is not None and scheme_of("lm_head") == DENSE
-    for part in layout.linears():
-        if part is not layout.lm_head or not quantizes_head:
-            for scheme, run in part.runs(scheme_of):
+    for share in shares:
+        for part in share.linears():
+            is_head = part is share.lm_head
+            for scheme, run in () if is_head and quantizes_head else part.runs(scheme_of):
                 needed.update(
                     scheme.kernels(
                         *(run.kind, run.shape, config.dtype),
                         batch_invariant=batch_invariant,
                         device=device,
-                        out_dtype=torch.float32 if part is layout.lm_head or part.chooses else None,
+                        out_dtype=torch.float32 if is_head or part.chooses else None,
                     )
                 )
     for experts in layout.experts():
         scheme = experts.scheme(scheme_of)
         needed.update(scheme.experts_kernels(config.dtype, out_dtype=config.dtype))
-    if quantizes_head:
-        assert lm_head is not None
-        needed.update(
-            layer_kernels(
-                *(config.norm.input_kind, (config.vocab_size, config.hidden_size)),
-                *(dtype_named(lm_head), config.dtype),
-                out_dtype=torch.float32,
-                batch_invariant=batch_invariant,
-                device=device,
+    for share in shares:
+        rows, columns = share.embedding.shape
+        head = (config.norm.input_kind, (rows, columns))
+        if quantizes_head:
+            assert lm_head is not None
+            needed.update(
+                layer_kernels(
+                    *(*head, dtype_named(lm_head), config.dtype),
+                    out_dtype=torch.float32,
+                    batch_invariant=batch_invariant,
+                    device=device,
+                )
             )
-        )
-    elif layout.lm_head is None:
-        needed.update(
-            dense_kernels(
-                *(config.norm.input_kind, (config.vocab_size, config.hidden_size), config.dtype),
-                out_dtype=torch.float32,
-                device=device,
+        elif share.lm_head is None:
+            needed.update(
+                dense_kernels(*head, config.dtype, out_dtype=torch.float32, device=device)
             )
-        )
+    if ranks > 1:
+        needed.update(collective_kernels(config.dtype, ranks, needed))
     return needed
 
 

@@ -7,14 +7,17 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import Command, Parser, UserError, find_model, user_errors
+from .ranks import ranks_of
 from .sampling import add_sampling_flags, sampling_params
-from .served_model import add_served_model_flags, require_server, service_of
+from .served_model import add_served_model_flags, follow_service, require_server, service_of
 
 if TYPE_CHECKING:
     from ..engine import SamplingParams
+    from ..parallel import Ranks
     from ..server import Service
 
 _EPILOG = """\
@@ -25,13 +28,22 @@ input leave. Ctrl-C ends an answer where it is, and leaves when nothing is being
 
 def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    folder = find_model("MODEL", args.model, "tokenizer.json")
-    require_server()
+    with ranks_of(args) as ranks:
+        folder = find_model("MODEL", args.model, "tokenizer.json")
+        require_server()
+        if ranks is not None and not ranks.leads:
+            follow_service(args, folder, ranks)
+        else:
+            _chat(args, folder, ranks)
+    return 0
+
+
+def _chat(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> None:
     from ..server import Settings
 
     with user_errors():
         given = sampling_params(args)
-    service = service_of(args, folder, Settings())
+    service = service_of(args, folder, Settings(), ranks)
     try:
         if service.template is None:
             raise UserError(f"MODEL: {args.model} has no chat template: use `ostinato generate`")
@@ -41,7 +53,6 @@ def _main(argv: Sequence[str]) -> int:
         _converse(service, params, args.system)
     finally:
         service.close()
-    return 0
 
 
 def _converse(service: Service, params: SamplingParams, system: str | None) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from .command import UserError, comma_separated, user_errors
-from .device import add_device_flag, resolve_device
+from .device import add_device_flag
 from .model_flags import add_kv_cache_flags, add_page_size_flag
+from .ranks import add_rank_flags, communicator_of, device_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+    from tokenizers import Tokenizer
+
     from ..engine import Engine, SamplingParams
+    from ..parallel import Ranks
 
 _MAX_BATCH = 32
+_SIZES = "the sizes of the engine"
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +56,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="pages of the KV cache (default: enough, as far as memory allows)",
     )
     add_kv_cache_flags(group)
+    add_rank_flags(group)
     group.add_argument(
         "--no-verify",
         dest="verify",
@@ -57,22 +65,33 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """What follows from the prompts, which rank 0 alone reads."""
+
+    max_batch: int
+    max_context: int
+    logits_processing: bool
+
+
 def make_engine(
-    args: argparse.Namespace, folder: Path, prompts: Sequence[str], params: SamplingParams
+    args: argparse.Namespace,
+    folder: Path,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    ranks: Ranks | None = None,
 ) -> tuple[Engine, list[list[int]]]:
     """Return an engine of just the size that the prompts need, and their tokens.
 
-    It serves what `params` ask for; all prompts ask for the same.
+    It serves what `params` ask for; all prompts ask for the same. The other `ranks` make one by
+    `follow_engine`.
 
     Raises:
         UserError, ValueError, OSError: for a checkpoint or a flag that cannot be used.
     """
-    import torch
+    from ..checkpoint import load_config, load_tokenizer
 
-    from ..checkpoint import load_config, load_model, load_tokenizer
-    from ..engine import Engine
-
-    device = resolve_device(args.device)
+    device = device_of(args)
     config = load_config(folder)
     tokenizer = load_tokenizer(folder)
     tokens = [tokenizer.encode(prompt).ids for prompt in prompts]
@@ -91,19 +110,55 @@ def make_engine(
     if max_batch is None:
         # At least 1, so that it is the sizes, if they are wrong, that the error is about.
         max_batch = max([1, *(args.batch_sizes or [min(len(prompts), _MAX_BATCH)])])
+    sizes = _Sizes(max_batch, max_context, bool(params.processed_fields))
+    if ranks is not None:
+        ranks.share(_SIZES, asdict(sizes))
+    return _engine(args, folder, device, tokenizer, sizes, ranks), tokens
+
+
+def follow_engine(args: argparse.Namespace, folder: Path, ranks: Ranks) -> None:
+    """Make the engine of another rank than 0, and serve rank 0's prompts until that one ends.
+
+    Raises:
+        UserError, ValueError, OSError: as `make_engine`.
+    """
+    from ..checkpoint import load_tokenizer
+
+    sizes = _Sizes(**ranks.share(_SIZES, None))
+    _engine(args, folder, device_of(args), load_tokenizer(folder), sizes, ranks).follow()
+
+
+def _engine(
+    args: argparse.Namespace,
+    folder: Path,
+    device: torch.device,
+    tokenizer: Tokenizer,
+    sizes: _Sizes,
+    ranks: Ranks | None,
+) -> Engine:
+    import torch
+
+    from ..checkpoint import load_model
+    from ..engine import Engine
+
     with user_errors(ValueError, OSError, torch.OutOfMemoryError):
-        model = load_model(folder, device=device, max_context=max_context)
+        model = load_model(
+            folder,
+            device=device,
+            max_context=sizes.max_context,
+            communicator=communicator_of(ranks, device),
+        )
     # torch says RuntimeError when there is no memory for so many pages.
     with user_errors(ValueError, RuntimeError, MemoryError):
-        engine = Engine(
+        return Engine(
             model,
             tokenizer,
-            max_batch=max_batch,
-            max_context=max_context,
+            max_batch=sizes.max_batch,
+            max_context=sizes.max_context,
             page_size=args.page_size,
             num_pages=args.num_pages,
-            logits_processing=bool(params.processed_fields),
+            logits_processing=sizes.logits_processing,
             kv_cache_dtype=args.kv_cache_dtype,
             kv_scales=args.kv_scales,
+            ranks=ranks,
         )
-    return engine, tokens

@@ -10,13 +10,15 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import FAILED, Command, Parser, UserError, find_model, user_errors
 from .display import TextDisplay
-from .engine import add_engine_flags, make_engine
+from .engine import add_engine_flags, follow_engine, make_engine
 from .interrupt import INTERRUPTED, deferred_interrupt
 from .prompts import read_prompts
+from .ranks import ranks_of
 from .sampling import add_sampling_flags, sampling_params
 from .summary import Summary
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from ostinato.graphs import CaptureReport
 
     from ..engine import Completion, Engine, SamplingParams
+    from ..parallel import Ranks
 
 _EPILOG = """\
 Texts go to standard output, everything else to standard error. One text is written token by
@@ -44,11 +47,20 @@ class _Served:
 def _main(argv: Sequence[str]) -> int:
     # Intermixed, so that prompts may stand on either side of the options.
     args = _parser().parse_intermixed_args(argv)
-    folder = find_model("MODEL", args.model, "tokenizer.json")
+    with ranks_of(args) as ranks:
+        folder = find_model("MODEL", args.model, "tokenizer.json")
+        if ranks is None or ranks.leads:
+            return _generate(args, folder, ranks)
+        with user_errors():
+            follow_engine(args, folder, ranks)
+        return 0
+
+
+def _generate(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> int:
     prompts = read_prompts(args.prompts, args.prompts_file)
     with user_errors():
         params = _params_each(sampling_params(args), len(prompts))
-        engine, tokens = make_engine(args, folder, prompts, params[0])
+        engine, tokens = make_engine(args, folder, prompts, params[0], ranks)
         # Before the capture, so that a prompt that cannot be served is refused at once.
         ids = _submit(engine, tokens, params)
         report = engine.capture(args.batch_sizes, verify=args.verify)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from ..interrupts import APART_S
 
 INTERRUPTED = 128 + signal.SIGINT  # what a shell reports for a program that SIGINT ended
 
@@ -18,16 +21,17 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
     and partial texts could not be asked for. A second Ctrl-C raises `KeyboardInterrupt`, for when
     a step takes too long.
     """
-    pressed = False
+    pressed: float | None = None
 
     def remember(_signal: int, _frame: FrameType | None) -> None:
         nonlocal pressed
-        if pressed:
+        now = time.monotonic()
+        if pressed is not None and now - pressed >= APART_S:
             raise KeyboardInterrupt
-        pressed = True
+        pressed = now if pressed is None else pressed
 
     previous = signal.signal(signal.SIGINT, remember)
     try:
-        yield lambda: pressed
+        yield lambda: pressed is not None
     finally:
         signal.signal(signal.SIGINT, previous)

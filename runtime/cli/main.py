@@ -15,6 +15,7 @@ from . import batch, build, chat, env, generate, kernels, quantize, serve, tune
 from .bench import group as bench
 from .command import FAILED, Command, Parser, UserError
 from .interrupt import INTERRUPTED
+from .ranks import is_heard
 
 COMMANDS: dict[str, Command] = {
     "generate": generate.COMMAND,
@@ -55,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except UserError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        _say(name, error)
         return USER_ERROR
     except RuntimeError as error:
         if not _says_what_to_do(error):
             raise
         # Not one line: it may end with what the compiler said, or with what is known of a capture.
-        print(f"{name}: error: {error}", file=sys.stderr)
+        _say(name, error)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -74,6 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         print(f"{name}: error: {error}", file=sys.stderr)
         return FAILED
+
+
+def _say(name: str, error: Exception) -> None:
+    """Print an error, under torchrun on rank 0, or where that one cannot."""
+    failures = getattr(error, "failures", {})
+    if is_heard() or failures.get(0, "failed:").partition(":")[0] != "failed":
+        print(f"{name}: error: {error}", file=sys.stderr)
 
 
 def _drop_output() -> None:

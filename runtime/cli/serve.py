@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .command import FAILED, Command, Parser, find_model, user_errors
-from .served_model import add_served_model_flags, require_server, service_of
+from .ranks import ranks_of
+from .served_model import add_served_model_flags, follow_service, require_server, service_of
 
 if TYPE_CHECKING:
     from ..server import Settings
@@ -24,17 +25,21 @@ _KEY = "OSTINATO_API_KEY"
 
 def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    folder = find_model("MODEL", args.model, "tokenizer.json")
-    require_server()
-    from ..server import bind, log_to, serve
+    with ranks_of(args) as ranks:
+        folder = find_model("MODEL", args.model, "tokenizer.json")
+        require_server()
+        if ranks is not None and not ranks.leads:
+            follow_service(args, folder, ranks)
+            return 0
+        from ..server import bind, log_to, serve
 
-    with user_errors():
-        settings = _settings(args)
-        bound = bind(settings.host, settings.port)
-    with bound:
-        service = service_of(args, folder, settings)
-        log_to(sys.stderr)
-        return 0 if serve(service, bound) else FAILED
+        with user_errors():
+            settings = _settings(args)
+            bound = bind(settings.host, settings.port)
+        with bound:
+            service = service_of(args, folder, settings, ranks)
+            log_to(sys.stderr)
+            return 0 if serve(service, bound) else FAILED
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .command import UserError, comma_separated, user_errors
-from .device import add_device_flag, resolve_device
+from .device import add_device_flag
 from .model_flags import add_kv_cache_flags
+from .ranks import add_rank_flags, communicator_of, device_of
 
 if TYPE_CHECKING:
+    from ..parallel import Ranks
     from ..server import Service, Settings
+    from ..server.loading import EngineOptions
 
 _AUTO, _NONE = "auto", "none"
 
@@ -100,13 +103,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="prompt tokens of one step (default 2048)",
     )
     add_kv_cache_flags(group)
-    group.add_argument(
-        *("--tensor-parallel-size", "-tp"),
-        type=int,
-        choices=(1,),
-        default=1,
-        help="GPUs that share the model: 1",
-    )
+    add_rank_flags(group)
     group.add_argument(
         "--no-verify",
         dest="verify",
@@ -123,7 +120,9 @@ def require_server() -> None:
         raise UserError(f"{error.name} is not installed: pip install 'ostinato[serve]'") from error
 
 
-def service_of(args: argparse.Namespace, folder: Path, settings: Settings) -> Service:
+def service_of(
+    args: argparse.Namespace, folder: Path, settings: Settings, ranks: Ranks | None
+) -> Service:
     """Return the service that the flags ask for, its engine captured.
 
     Raises:
@@ -131,26 +130,12 @@ def service_of(args: argparse.Namespace, folder: Path, settings: Settings) -> Se
     """
     import torch
 
-    from ..server.loading import EngineOptions, load_service
+    from ..server.loading import load_service
 
-    sizes: Sequence[Sequence[int]] | None = args.capture_sizes
     with user_errors(ValueError, OSError, torch.OutOfMemoryError, MemoryError):
-        options = EngineOptions(
-            device=resolve_device(args.device),
-            max_batch=args.max_batch,
-            max_context=args.max_context,
-            page_size=args.page_size,
-            num_pages=args.num_pages,
-            memory_fraction=args.memory_fraction,
-            kv_cache_dtype=args.kv_cache_dtype,
-            kv_scales=args.kv_scales,
-            capture_sizes=None if sizes is None else [size for some in sizes for size in some],
-            max_prefill_tokens=args.max_prefill_tokens,
-            verify=args.verify,
-        )
         return load_service(
             folder,
-            options,
+            _options(args, ranks),
             settings,
             names=args.served_model_name or [args.model],
             own_defaults=args.generation_config == _AUTO,
@@ -158,3 +143,40 @@ def service_of(args: argparse.Namespace, folder: Path, settings: Settings) -> Se
             reasoning=args.reasoning_parser,
             on_capture=lambda report: print(report, file=sys.stderr, flush=True),
         )
+
+
+def follow_service(args: argparse.Namespace, folder: Path, ranks: Ranks) -> None:
+    """Serve, on another rank, the requests that come to rank 0, until that one ends.
+
+    Raises:
+        UserError: as `service_of`.
+    """
+    import torch
+
+    from ..server.loading import load_engine
+
+    with user_errors(ValueError, OSError, torch.OutOfMemoryError, MemoryError):
+        engine = load_engine(folder, _options(args, ranks))
+    engine.follow()
+
+
+def _options(args: argparse.Namespace, ranks: Ranks | None) -> EngineOptions:
+    from ..server.loading import EngineOptions
+
+    device = device_of(args)
+    sizes: Sequence[Sequence[int]] | None = args.capture_sizes
+    return EngineOptions(
+        device=device,
+        max_batch=args.max_batch,
+        max_context=args.max_context,
+        page_size=args.page_size,
+        num_pages=args.num_pages,
+        memory_fraction=args.memory_fraction,
+        kv_cache_dtype=args.kv_cache_dtype,
+        kv_scales=args.kv_scales,
+        capture_sizes=None if sizes is None else [size for some in sizes for size in some],
+        max_prefill_tokens=args.max_prefill_tokens,
+        verify=args.verify,
+        ranks=ranks,
+        communicator=communicator_of(ranks, device),
+    )

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -13,6 +14,7 @@ from ostinato.graphs.pinned_memory import pinned_words
 
 from .. import ops
 from .logprobs import HostLogprobs, TokenLogprobs
+from .rank_calls import Calls
 from .request import Request
 from .upload import upload
 
@@ -129,13 +131,26 @@ class AsyncTokens:
         launched = [launch.tokens for launch in self._launches]
         return torch.cat([*launched, uploaded[0]])[uploaded[1]]
 
-    def read(self, accept: Accept, count: int | None = None) -> None:
+    def read(self, accept: Accept, count: int | None = None, calls: Calls | None = None) -> None:
         """Wait for the oldest `count` launches (all by default) and hand out their tokens.
 
         A request that was cancelled or has ended since the launch is passed over. If `accept`
         raises, its token and all after it are handed out by the next call.
+
+        Args:
+            accept: takes them.
+            count: of launches.
+            calls: of several ranks, which must have sampled the same before any token is handed
+                out.
         """
-        for _ in range(len(self) if count is None else count):
+        count = len(self) if count is None else count
+        if count and calls is not None and calls.compares:
+            for launch in islice(self._launches, count):
+                if launch.copied is not None:
+                    launch.copied.synchronize()
+                calls.sampled(launch.host[: len(launch.requests)].tolist())
+            calls.confirm()
+        for _ in range(count):
             launch = self._launches[0]
             if launch.copied is not None:
                 launch.copied.synchronize()

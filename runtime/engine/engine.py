@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 
 from tokenizers import Tokenizer
 
 from ostinato.graphs import CaptureReport, ClosedError, GraphRunner, StaticBuffers
-from ostinato.graphs.arguments import as_integer, at_least_one
-from ostinato.graphs.capture_plan import BatchSizes
-from ostinato.graphs.graph_key import DEFAULT
+from ostinato.graphs.arguments import as_integer
 from ostinato.graphs.guards import ProcessGuard
 
-from .. import ops
 from ..interrupts import Uninterrupted, uninterrupted
 from ..models import Decoder, PagedKVCache, ScaleKind, compile_kernels, kv_format
-from ..ops.implementations import implementations_on
-from .async_tokens import AsyncTokens
-from .cache_size import MEMORY_FRACTION, check_room, checked_pages
+from ..parallel import Ranks
+from .cache_size import MEMORY_FRACTION
 from .capture_examples import CaptureExamples
+from .captures import Captures
 from .decode_step import DecodeStep, SeenTokens
-from .first_tokens import first_tokens
+from .engine_sizes import EngineSizes
+from .follower import follow
 from .grammar import GrammarCompiler
-from .logits_processing import PROCESSED, LogitsProcessing
+from .launches import Launches
+from .logits_processing import LogitsProcessing
 from .logprobs import TokenLogprobs
-from .new_request import Prompt, new_request, prompts_with_params
+from .new_request import Grammars, Prompt, new_request, prompts_with_params
 from .prefill_step import Prefill
+from .rank_calls import STEP, RankCalls, calls_of
 from .request import Request
 from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
-from .scheduler import PrefillChunk, Scheduler, checked_chunk, checked_context
+from .scheduler import Scheduler
 from .sharing import sharing_unit
 from .stats import EngineStats
 from .stream import TokenStream
@@ -51,6 +49,10 @@ class Engine:
 
     A request's tokens depend on its prompt and parameters alone, bit for bit: not on the
     requests beside it, the load, preemption or shared prefixes.
+
+    Over several `ranks` every process makes an engine with the same arguments. Rank 0's is used as
+    any other; on the others `follow` does what rank 0 is called for. When a rank is lost,
+    `capture`, `step`, `generate` and `stream` raise RankError; the engine is of no more use.
 
     Args:
         model: the decoder; its device is the engine's.
@@ -75,6 +77,7 @@ class Engine:
             `min_tokens` and structured texts. Every batch size is captured twice then; steps in
             which no request asks for any of these run the same graphs as without.
         memory_fraction: of a GPU's free memory that pages take at most where `num_pages` is None.
+        ranks: the processes whose models communicate, for one engine at a time.
 
     Attributes:
         grammars: compiles structured texts, from any thread: done before `submit`, that need not
@@ -102,74 +105,88 @@ class Engine:
         kv_scales: ScaleKind | None = None,
         logits_processing: bool = False,
         memory_fraction: float = MEMORY_FRACTION,
+        ranks: Ranks | None = None,
     ) -> None:
-        cache_format = kv_format(model.config, model.kv_scales, kv_cache_dtype, kv_scales)
-        max_batch = at_least_one("max_batch", max_batch)
-        page_size = at_least_one("page_size", page_size)
-        max_prefill_tokens = at_least_one("max_prefill_tokens", max_prefill_tokens)
-        max_context = checked_context(max_context, model.max_context)
-        prefill_chunk = checked_chunk(prefill_chunk, page_size)
-        max_pages = -(-max_context // page_size)
-        device = model.device
-        num_pages = checked_pages(
-            *(model.config, cache_format, page_size, device),
-            *(num_pages, max_batch * max_pages, memory_fraction),
+        self._calls = calls_of(ranks)
+        sizes = EngineSizes.of(
+            *(model, self._calls),
+            max_batch=max_batch,
+            max_context=max_context,
+            page_size=page_size,
+            num_pages=num_pages,
+            prefill_chunk=prefill_chunk,
+            max_prefill_tokens=max_prefill_tokens,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_scales=kv_scales,
+            logits_processing=logits_processing,
+            memory_fraction=memory_fraction,
         )
-        # Of each slot the tokens that it has seen, a byte per token of the vocabulary.
-        vocab_size = model.config.vocab_size
-        processing_bytes = LogitsProcessing.slot_bytes(vocab_size, max_context)
-        slot_bytes = vocab_size + (processing_bytes if logits_processing else 0)
-        check_room("max_batch", max_batch, slot_bytes, device)
-        if not cache_format.is_like(kv_format(model.config, model.kv_scales)):
-            compile_kernels(model, cache_format)  # the others `load_model` compiles
+        if not sizes.kv_format.is_like(kv_format(model.config, model.kv_scales)):
+            compile_kernels(model, sizes.kv_format)  # the others `load_model` compiles
+        device, vocab_size = model.device, model.config.vocab_size
         self.model = model
         self.tokenizer = tokenizer
-        self.max_context = max_context
+        self.max_context = sizes.max_context
         self.stats = EngineStats()
-        self._max_prefill_tokens = max_prefill_tokens
         self.cache = PagedKVCache.for_model(
             model.config,
-            num_pages=num_pages,
-            page_size=page_size,
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
             device=device,
             l2_partitioned=l2_partitioned,
-            kv_format=cache_format,
+            kv_format=sizes.kv_format,
         )
+        max_batch = sizes.max_batch
         self._seen = SeenTokens(max_batch, vocab_size, device)
         self._processing: LogitsProcessing | None = None
         self.grammars: GrammarCompiler | None = None
         if logits_processing:
-            sizes = (max_batch, vocab_size, max_context)
-            self._processing = LogitsProcessing(*sizes, device)
+            self._processing = LogitsProcessing(max_batch, vocab_size, sizes.max_context, device)
             self.grammars = GrammarCompiler(tokenizer, vocab_size, model.config.eos_token_ids)
-        longest = max_context - 1  # of a prompt
-        max_tokens = max(max_prefill_tokens, min(prefill_chunk, longest))
-        max_tokens = min(max_tokens, max_batch * longest)
         # For examples: a page table without repetitions, and slots enough for all tokens.
         self._capture_examples = CaptureExamples(
-            self.cache, max_pages + max(max_batch, self.cache.pages_for(max_tokens))
+            self.cache, sizes.max_pages + max(max_batch, self.cache.pages_for(sizes.max_tokens))
         )
         self._decode = DecodeStep(
-            *(model, self.cache, self._seen, max_pages),
+            *(model, self.cache, self._seen, sizes.max_pages),
             capture_examples=self._capture_examples,
             processing=self._processing,
         )
         buffers = StaticBuffers(self._decode.buffer_specs(), max_batch, model.device)
-        self.runner = GraphRunner(self._decode, buffers, memory=self._decode.memory())
-        chunks = {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
-        unit = sharing_unit(model, self.cache, prefill_chunk)
-        self._scheduler = Scheduler(self.cache, sharing_unit=unit, **chunks)
-        self._prefill = Prefill(
-            model,
-            self.cache,
-            max_pages=max_pages,
-            max_chunk=prefill_chunk,
-            max_tokens=max_tokens,
-            # Of each request's last chunk, and of whole ones.
-            max_chunks=max_batch + max_tokens // prefill_chunk,
-            capture_examples=self._capture_examples,
+        self.runner = GraphRunner(
+            self._decode, buffers, memory=self._decode.memory(), group=self._calls.group
         )
-        self._async_tokens = AsyncTokens(model.device)
+        chunk = sizes.prefill_chunk
+        self._scheduler = Scheduler(
+            self.cache,
+            max_batch=max_batch,
+            prefill_chunk=chunk,
+            sharing_unit=sharing_unit(model, self.cache, chunk),
+        )
+        self._prefill = Prefill(
+            *(model, self.cache),
+            max_pages=sizes.max_pages,
+            max_chunk=chunk,
+            max_tokens=sizes.max_tokens,
+            # Of each request's last chunk, and of whole ones.
+            max_chunks=max_batch + sizes.max_tokens // chunk,
+            capture_examples=self._capture_examples,
+            group=self._calls.group,
+        )
+        self._captures = Captures(
+            *(self.runner, self._prefill, self._capture_examples, self._processing),
+            *(self.cache, max_batch),
+        )
+        self._launches = Launches(
+            *(self.runner, self._decode, self._prefill),
+            seen=self._seen,
+            processing=self._processing,
+            scheduler=self._scheduler,
+            cache=self.cache,
+            stats=self.stats,
+            calls=self._calls,
+            max_prefill_tokens=sizes.max_prefill_tokens,
+        )
         self._requests: dict[int, Request] = {}
         # Events wait here for whoever asks next: requests of a stream have a queue of their own.
         self._events: deque[TokenEvent] = deque()
@@ -204,25 +221,30 @@ class Engine:
             ValueError, ostinato.graphs.GraphError: as `GraphRunner.capture`, which is not to be
                 called in `torch.autocast`.
         """
-        self._process.check()
-        self._finish_dropped()
-        if self._scheduler.running:
-            raise RuntimeError("capture: requests are running; finish or cancel them first")
-        self._async_tokens.clear()  # tokens of cancelled requests, in memory of the old graphs
-        # Only verification draws examples; lending takes pages that were kept for prefixes.
-        sizes: BatchSizes = batch_sizes
-        with ExitStack() as examples:
-            if verify:
-                examples.enter_context(self._capture_examples.lent())
-            if self._processing is not None:
-                sizes = {DEFAULT: batch_sizes, PROCESSED: batch_sizes}
-                if verify:
-                    examples.enter_context(self._processing.examples())
-            steps = self.runner.capture(sizes, progress=progress, verify=verify)
-            prompts = self._prefill.capture(progress=progress, verify=verify)
-        report = steps if prompts is None else prompts + steps
-        notes = implementations_on(self.model.device)
-        return replace(report, notes={**notes, "KV cache": str(self.cache.format)})
+        self._require_still("capture")
+        self._captures.check(batch_sizes)  # before other ranks begin
+        sizes = None if batch_sizes is None else [int(size) for size in batch_sizes]
+        with self._calls.together("capture", batch_sizes=sizes, verify=verify):
+            return self._captures.capture(batch_sizes, progress=progress, verify=verify)
+
+    def sleep(self) -> None:
+        """Release the captured graphs and their memory until `wake`; see `GraphRunner.sleep`.
+
+        Raises:
+            RuntimeError: while requests are running.
+            ostinato.graphs.GraphError: before `capture`.
+        """
+        self._require_still("sleep")
+        self._require_captured()
+        with self._calls.together("sleep"):
+            self._captures.sleep()
+
+    @by_default_on_the_host
+    def wake(self, *, progress: bool = True, verify: bool = True) -> CaptureReport:
+        """Repeat the last capture after `sleep`; see `GraphRunner.wake`."""
+        self._require_still("wake")
+        with self._calls.together("wake", verify=verify):
+            return self._captures.capture(None, progress=progress, verify=verify, wakes=True)
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request and return its id. When it has finished, `result` forgets it.
@@ -238,11 +260,11 @@ class Engine:
             ForkedError: in a fork of the process.
         """
         self._process.check()
+        self._calls.require_leading("submit")
         if self._closed:
             raise ClosedError("the engine is closed: make a new Engine")
-        request = self._request(
-            prompt, SamplingParams() if sampling_params is None else sampling_params
-        )
+        params = SamplingParams() if sampling_params is None else sampling_params
+        request = self._request(prompt, params)
         try:
             return self._enqueue(request)
         except BaseException:
@@ -283,6 +305,7 @@ class Engine:
             event = request.cancel()
         finally:
             self._scheduler.finish(request)
+            self._calls.ended("cancel", request_id)
         if request_id in self._queues:
             self._queues[request_id].append(event)
             return event
@@ -340,6 +363,7 @@ class Engine:
 
         Arguments and errors are those of `generate`, raised at the call.
         """
+        self._calls.require_leading("stream")
         self._require_captured()
         pairs = prompts_with_params(prompts, sampling_params)
         requests = [self._request(prompt, params) for prompt, params in pairs]
@@ -352,14 +376,29 @@ class Engine:
             self._streams[weakref.ref(stream, self._dropped.append)] = stream.unfinished
             return stream
 
+    def follow(self) -> None:
+        """Do what rank 0's engine is called for, on another rank, until that one is closed.
+
+        Ctrl-C and SIGTERM are left to rank 0 meanwhile.
+
+        Raises:
+            ostinato.graphs.RankError: when a rank is lost.
+            RuntimeError: on rank 0, or without `ranks`.
+        """
+        if not isinstance(self._calls, RankCalls) or self._calls.leads:
+            raise RuntimeError("follow: called on rank 0, expected one of the other ranks")
+        follow(self, self._calls, self._request, self._enqueue, self._fail)
+
     def close(self) -> None:
         """Release the captured graphs; the engine cannot be used afterwards.
 
         In a fork of the process nothing is released: the graphs are the parent's.
         """
+        if not self._process.is_fork:
+            self._calls.close()
         self._closed = True
         if not self._process.is_fork:
-            self._async_tokens.clear()
+            self._launches.clear()
             if self.grammars is not None:
                 self.grammars.close()
         self.runner.close()
@@ -397,45 +436,46 @@ class Engine:
         self.runner.require_captured()
         self._prefill.require_captured()
 
+    def _require_still(self, call: str) -> None:
+        """Check that no request is running, and forget tokens of cancelled ones."""
+        self._process.check()
+        self._finish_dropped()
+        if self._scheduler.running:
+            raise RuntimeError(f"{call}: requests are running; finish or cancel them first")
+        self._launches.clear()  # they are in memory of the graphs
+
     @uninterrupted
     @by_default_on_the_host
     def _advance(self) -> None:
         self._capture_examples.end()
         self._require_captured()
         self._finish_dropped()
-        scheduler = self._scheduler
-        scheduler.admit()
-        # Also those that were admitted before an error.
-        new = [request for request in scheduler.running if not request.marked]
-        self._seen.reset({r.slot: [*r.prompt, *r.generated] for r in new})
-        if self._processing is not None:
-            self._processing.reset(new)
-        for request in new:
-            request.marked = True
-        if self._processing is not None and self._processing.waits_for_host:
-            self._read_tokens()  # the next token depends on the last, by way of the host
-        batch = scheduler.decode_batch(settle=self._read_tokens)
-        launched_before = len(self._async_tokens)
-        # Decode first, so that a prompt finished in this step waits for the next like any other.
-        try:
-            self._decode_step(batch)
-        finally:
-            # Also after an error: the next run overwrites what these tokens were copied from.
-            self._read_tokens(launched_before)
-        chunks = scheduler.prefill_chunks(self._max_prefill_tokens)
-        if chunks:
-            self._prefill_step(chunks)
-        self.stats.preemptions = scheduler.preemptions
+        if self._calls.leads and self._calls.compares:
+            self._end_overdue()
+        with self._calls.together(STEP):
+            self._launches.step(self._accept)
 
-    def _request(self, prompt: Prompt, sampling_params: SamplingParams) -> Request:
+    def _end_overdue(self) -> None:
+        """End texts whose grammars take too long on this rank, rank 0, also on the others."""
+        for request in list(self._scheduler.running):
+            if request.matcher is not None and request.matcher.overdue:
+                self._fail(request.id)
+                self._calls.ended("fail", request.id)
+
+    def _fail(self, request_id: int) -> None:
+        self._accept(self._requests[request_id], -1, None)
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, grammars: Grammars | None = None
+    ) -> Request:
         return new_request(
-            prompt,
-            sampling_params,
+            *(prompt, params),
             tokenizer=self.tokenizer,
             config=self.model.config,
             cache=self.cache,
             max_context=self.max_context,
-            grammars=self.grammars,
+            grammars=grammars or self.grammars,
+            timed=not self._calls.compares,
         )
 
     @uninterrupted
@@ -444,47 +484,8 @@ class Engine:
         self._next_id += 1
         self._requests[request.id] = request
         self._scheduler.submit(request)
+        self._calls.submitted(request)
         return request.id
-
-    def _prefill_step(self, chunks: Sequence[PrefillChunk]) -> None:
-        started = time.perf_counter()
-        finished = [chunk.request for chunk in chunks if chunk.ends_prompt]
-        logits = self._prefill.compute(chunks)
-        # Chunks that end no prompt are launches, too: the host waits for them as for any other,
-        # and so is one step ahead of the device at most.
-        tokens, logprobs = first_tokens(finished, logits, self._seen, self._processing)
-        seconds = self.stats.prefill_seconds
-        self._async_tokens.add(finished, tokens, seconds, started, logprobs)
-        # Only now: after an error the prompt is computed again, first token and all.
-        self._scheduler.computed(chunks)
-        self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
-
-    def _decode_step(self, batch: Sequence[Request]) -> None:
-        if not batch:
-            return
-        largest = self.runner.max_batch_size
-        last_tokens = self._async_tokens.last_tokens(batch)
-        for at in range(0, len(batch), largest):
-            started = time.perf_counter()
-            part = batch[at : at + largest]
-            inputs = self._decode.inputs(part, last_tokens[at : at + largest])
-            logprobs = None
-            if self._processing is not None and any(
-                request.needs_processing for request in self._decode.asking
-            ):
-                self._processing.write_masks(self._decode.asking)
-                outputs = self.runner.run(len(part), inputs, variant=PROCESSED)
-                logprobs = ops.RowLogprobs(outputs["logprobs"], outputs["logprob_ids"])
-            else:
-                outputs = self.runner.run(len(part), inputs)
-            tokens = outputs["tokens"]
-            if len(batch) > largest:
-                tokens = tokens.clone()  # the next part's run overwrites them
-            self._async_tokens.add(part, tokens, self.stats.decode_seconds, started, logprobs)
-
-    def _read_tokens(self, count: int | None = None) -> None:
-        """Read the tokens of the oldest `count` launches, by default of all."""
-        self._async_tokens.read(self._accept, count)
 
     def _accept(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         # Without a token where logits are NaN.

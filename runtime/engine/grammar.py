@@ -40,13 +40,22 @@ class Matcher:
 
     Args:
         compiled: the grammar.
+        timed: whether `accept` refuses a token when the grammar has taken too long. Otherwise
+            somebody must ask for `overdue`: ranks, whose times differ, have to do the same.
     """
 
-    def __init__(self, compiled: CompiledGrammar) -> None:
+    def __init__(self, compiled: CompiledGrammar, *, timed: bool = True) -> None:
         from xgrammar import GrammarMatcher
 
+        self.compiled = compiled
         self._matcher = GrammarMatcher(compiled)
+        self._timed = timed
         self._seconds_left = _SECONDS
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the grammar has taken more than half a second, and 2 ms for each token."""
+        return self._seconds_left < 0
 
     def fill(self, masks: torch.Tensor, row: int) -> None:
         """Write which tokens may come next into a row of masks [n, words] int32 on the host."""
@@ -57,13 +66,12 @@ class Matcher:
     def accept(self, token: int) -> bool:
         """Go on behind a token; return whether the text can go on.
 
-        It cannot where the grammar does not allow the token, or has taken more than half a second
-        and 2 ms for each token.
+        It cannot where the grammar does not allow the token, or, where it is timed, is overdue.
         """
         started = time.thread_time()
         allowed = self._matcher.accept_token(token)
         self._seconds_left -= time.thread_time() - started - _SECONDS_PER_TOKEN
-        return allowed and self._seconds_left >= 0
+        return allowed and not (self._timed and self.overdue)
 
     def undo(self) -> None:
         """Go back to before the last token."""
@@ -119,6 +127,12 @@ class GrammarCompiler:
                 found = self._compiled(structured)
                 self._keep(structured, found)
             return found
+
+    def deserialized(self, text: str) -> CompiledGrammar:
+        """Return a grammar that another rank's compiler has made, from its serialised form."""
+        from xgrammar import CompiledGrammar
+
+        return CompiledGrammar.deserialize_json(text, self._tokenizer_info())
 
     def close(self) -> None:
         """End the process; the next call starts another."""

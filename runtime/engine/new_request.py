@@ -13,11 +13,13 @@ from ..models import ModelConfig, PagedKVCache
 from .detokenizer import Detokenizer
 from .grammar import GrammarCompiler, Matcher
 from .logits_processing import MOST_EDITS
+from .rank_requests import ReceivedGrammars
 from .request import Request
 from .sampling_params import SamplingParams
 from .stop_strings import split_stop
 
 Prompt = str | Sequence[int]
+Grammars = GrammarCompiler | ReceivedGrammars
 
 
 def new_request(
@@ -28,7 +30,8 @@ def new_request(
     config: ModelConfig,
     cache: PagedKVCache,
     max_context: int,
-    grammars: GrammarCompiler | None,
+    grammars: Grammars | None,
+    timed: bool = True,
 ) -> Request:
     """Return a request that has no id yet.
 
@@ -40,6 +43,7 @@ def new_request(
         cache: which must hold the whole text, if need be alone.
         max_context: the longest prompt plus text.
         grammars: of an engine that processes logits; None where it does not.
+        timed: as of `Matcher`.
 
     Raises:
         TypeError, ValueError: as `Engine.submit`.
@@ -76,7 +80,7 @@ def new_request(
         )
     matcher = None
     if sampling_params.structured is not None and grammars is not None:
-        matcher = Matcher(grammars.compile(sampling_params.structured))
+        matcher = Matcher(grammars.compile(sampling_params.structured), timed=timed)
     request = Request(
         id=-1,
         prompt=tokens,

@@ -118,6 +118,7 @@ class Prefill:
         max_tokens: of all chunks of a call.
         max_chunks: of a call.
         capture_examples: as of `PrefillStep`.
+        group: of `GraphRunner`.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Prefill:
         max_tokens: int,
         max_chunks: int,
         capture_examples: CaptureExamples,
+        group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -144,17 +146,24 @@ class Prefill:
         self._runner: GraphRunner[dict[str, torch.Tensor]] | None = None
         if model.device.type != "cpu":
             buffers = StaticBuffers(self._step.buffer_specs(), max_tokens, model.device)
-            self._runner = GraphRunner(self._step, buffers, memory=self._step.memory())
+            self._runner = GraphRunner(self._step, buffers, memory=self._step.memory(), group=group)
 
-    def capture(self, *, progress: bool, verify: bool) -> CaptureReport | None:
+    def capture(self, *, progress: bool, verify: bool, wakes: bool = False) -> CaptureReport | None:
         """Capture the step for a few numbers of tokens; see `GraphRunner.capture`.
 
         Verification needs the pages of `CaptureExamples`. None where nothing is to be captured.
+
+        Args:
+            progress: of `GraphRunner.capture`.
+            verify: likewise.
+            wakes: repeat the last capture, after `sleep`.
         """
         if self._runner is None:
             return None
         if verify:
             self._write_examples()
+        if wakes:
+            return self._runner.wake(progress=progress, verify=verify)
         sizes = {PREFILL: prefill_sizes(self._max_tokens)}
         return self._runner.capture(sizes, progress=progress, verify=verify)
 
@@ -183,6 +192,11 @@ class Prefill:
         """Raise what `compute` would raise now if something must be captured first."""
         if self._runner is not None:
             self._runner.require_captured()
+
+    def sleep(self) -> None:
+        """Release the captured graphs until `capture(wakes=True)`."""
+        if self._runner is not None:
+            self._runner.sleep()
 
     def close(self) -> None:
         """Release the captured graphs."""

@@ -9,8 +9,7 @@ from .decoder import AttentionInputs, Decoder, SeenRows
 from .experts.config import ExpertsConfig
 from .experts.products import BlockFP8Experts, DenseExperts, Experts, W8A8Experts
 from .joined_linear import JoinedLinear
-from .kv_format import KVFormat, ScaleKind, kv_format
-from .kv_scales import KVScales
+from .kv_format import KVFormat, KVScales, ScaleKind, kv_format
 from .layers import DenseLinear, Linear, Sampling, W8A8Linear
 from .pages import DUMMY_PAGE, OutOfPagesError
 from .registry import decoder_fields, family_of, read_config

@@ -10,7 +10,7 @@ import torch
 from .. import ops
 from .kinds import Activation
 from .layers import W8A8Linear
-from .norms import Norm
+from .norms import Addend, Norm
 
 
 @dataclass
@@ -35,7 +35,7 @@ class AsymmetricLinear(W8A8Linear):
 
     def after_norm(
         self,
-        x: torch.Tensor,
+        x: Addend,
         residual: torch.Tensor | None,
         norm: Norm,
         n_active: torch.Tensor | None = None,

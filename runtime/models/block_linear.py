@@ -14,7 +14,7 @@ from ..ops.linear.gemm_variants import GemmTiled
 from ..ops.linear.precompile import block_kernels
 from .kinds import Activation, InputKind
 from .layers import Linear, require_no_bias
-from .norms import Norm
+from .norms import Addend, Norm
 
 
 @dataclass
@@ -70,7 +70,7 @@ class BlockFP8Linear(Linear):
 
     def after_norm(
         self,
-        x: torch.Tensor,
+        x: Addend,
         residual: torch.Tensor | None,
         norm: Norm,
         n_active: torch.Tensor | None = None,

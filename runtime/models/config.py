@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -127,6 +127,28 @@ class ModelConfig:
         """Elements of one token's keys (or values): num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
+    def of_rank(self, size: int) -> ModelConfig:
+        """Return what each of `size` ranks computes of a model that they can divide.
+
+        Its heads and intermediate sizes are a rank's, one KV head at least, the vocabulary is that
+        of the whole model. `DecoderLayout.shard` refuses what ranks cannot divide.
+        """
+        experts = self.experts
+        if experts is not None:
+            experts = replace(
+                experts,
+                intermediate_size=_of_rank(experts.intermediate_size, size),
+                shared_size=experts.shared_size // size,
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=_of_rank(self.num_kv_heads, size),
+            # Where every layer has experts no MLP has it, and it may be any number.
+            intermediate_size=_of_rank(self.intermediate_size, size),
+            experts=experts,
+        )
+
     def context(self, wanted: int | None) -> int:
         """Return the longest sequence to serve: `wanted`, by default `max_position_embeddings`.
 
@@ -163,6 +185,10 @@ class ModelConfig:
     def rotations(self) -> tuple[RopeConfig, ...]:
         """The rotary embeddings that layers have, each once."""
         return tuple(dict.fromkeys(rope for rope in self.ropes if rope is not None))
+
+
+def _of_rank(count: int, size: int) -> int:
+    return max(1, count // size)
 
 
 # What a gated MLP's function is by `hidden_act`; the first is the default.

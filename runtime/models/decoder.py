@@ -10,12 +10,12 @@ import torch
 
 from .. import ops
 from ..jit.variant import Variant
+from ..ops.collective.communicator import Communicator
 from .cache import PagedKVCache
 from .config import ModelConfig
 from .experts.products import Experts
 from .kinds import InputKind
-from .kv_format import KVFormat
-from .kv_scales import KVScales
+from .kv_format import KVFormat, KVScales
 from .layers import Linear, Sampling
 
 
@@ -77,16 +77,20 @@ class Decoder(Protocol):
     """A decoder over a paged KV cache. It holds weights and no state between calls.
 
     Attributes:
-        config: its shape.
+        config: its shape, or that of a rank's share.
         max_context: the longest sequence served.
         batch_invariant: whether a sequence gets the same bits whatever is served beside it.
         kv_scales: the 8-bit KV cache that the checkpoint is made for, if it is; see `kv_format`.
+        communicator: joins the ranks that divide the model; None for one of its own. Then all ranks
+            make the same calls, in one order, with equal arguments: they compute equal logits. Each
+            has a cache of its own, of the KV heads of its `config`.
     """
 
     config: ModelConfig
     max_context: int
     batch_invariant: bool
     kv_scales: KVScales | None
+    communicator: Communicator | None
 
     @property
     def device(self) -> torch.device:

@@ -12,7 +12,7 @@ from ..jit.variant import Variant
 from ..ops.linear.quantize_cuda import ACTIVATIONS, input_kernel
 from .kinds import Activation, InputKind
 from .layers import Linear
-from .norms import Norm
+from .norms import Addend, Norm
 
 
 @dataclass
@@ -51,7 +51,7 @@ class JoinedLinear(Linear):
 
     def after_norm(
         self,
-        x: torch.Tensor,
+        x: Addend,
         residual: torch.Tensor | None,
         norm: Norm,
         n_active: torch.Tensor | None = None,

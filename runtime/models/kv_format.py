@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from .config import ModelConfig
-from .kv_scales import KVScales
+from .modules import share
 
 ScaleKind = Literal["static", "token"]
 
@@ -25,6 +25,34 @@ SCALE_KINDS: tuple[ScaleKind, ...] = ("static", "token")
 _NAMES = {dtype: name for name, dtype in KV_DTYPES.items()}
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
 _SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """The 8-bit KV cache that a checkpoint is made for.
+
+    Args:
+        dtype: int8 or float8_e4m3fn.
+        k: [num_layers] or [num_layers, num_kv_heads] fp32 on the CPU, the factors of each layer's
+            stored keys; None where the checkpoint holds no scales.
+        v: likewise of values.
+    """
+
+    dtype: torch.dtype
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+
+    def shard(self, rank: int, size: int) -> KVScales:
+        """Return the scales of the KV heads that a rank keeps.
+
+        Raises:
+            UnsupportedModelError: for heads that so many ranks cannot divide.
+        """
+        if self.k is None or self.v is None or self.k.ndim == 1:
+            return self
+        heads = self.k.size(1)
+        kept = share("kv_scales", heads, heads, rank, size, replicated=True)
+        return replace(self, k=self.k[:, kept], v=self.v[:, kept])
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ import torch
 
 from .. import ops
 from ..jit.variant import Variant
+from ..ops.collective.partial_sum import PartialSum
 from ..ops.common.device import has_kernel
 from ..ops.linear.gemm_variants import GemmTiled
 from ..ops.linear.linear import runs_dense_kernel
 from ..ops.linear.precompile import dense_layer_kernels, layer_kernels
 from ..ops.linear.quantize_cuda import input_kernel
 from .kinds import Activation, InputKind
-from .norms import Norm
+from .norms import Addend, Norm
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Sampling:
     repetition_penalty: torch.Tensor
 
 
-class Linear(Protocol):
-    """A linear layer y = x·Wᵀ + b [M, N] of x [M, K], however its weight is stored.
+class Layer(Protocol):
+    """A linear layer y = x·Wᵀ + b [M, N] of x [M, K], or a rank's part of y.
 
     `n_active`, int32 [1] on the device, says how many rows are real; layers may leave out the rest.
     A layer that is a dataclass inherits what is not its own.
@@ -46,50 +47,16 @@ class Linear(Protocol):
     def weight_dtype(self) -> torch.dtype:
         """The dtype in which the weight is stored."""
 
-    def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> Addend:
         """Map x [M, K] to [M, N]."""
-
-    def after_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: Norm,
-        n_active: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add `residual` [M, K] to x [M, K], normalise the sum, apply the layer.
-
-        Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
-        """
-
-    def logits_after_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: Norm,
-        sampling: Sampling,
-        n_active: torch.Tensor | None = None,
-    ) -> ops.Logits:
-        """Do as `after_norm`; return logits in fp32 of which greedy rows may be undefined."""
-        return ops.Logits(self.after_norm(x, residual, norm, n_active)[0].float())
 
     def after_activation(
         self, x: torch.Tensor, kind: Activation, n_active: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> Addend:
         """Apply the layer to what an activation function makes of x [M, K], or [M, 2K] if gated.
 
         What x holds afterwards is undefined.
         """
-
-    def scaled(self, norm: Norm, factor: float) -> tuple[Linear, Norm]:
-        """Return a layer and the norm before it, for results times `factor`.
-
-        Raises:
-            ValueError: for a layer with a bias.
-        """
-
-    def with_factors(self, factors: torch.Tensor) -> Linear | None:
-        """Return a layer with results times `factors` [N] (fp32), None where rows have no scale."""
-        return self if factors.eq(1).all() else None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield every tensor of the layer."""
@@ -102,6 +69,52 @@ class Linear(Protocol):
             kind: what comes before it.
             dtype: of x.
         """
+
+
+class Linear(Layer, Protocol):
+    """A linear layer of which this process has the results, however its weight is stored."""
+
+    def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
+        """Map x [M, K] to [M, N]."""
+
+    def after_norm(
+        self,
+        x: Addend,
+        residual: torch.Tensor | None,
+        norm: Norm,
+        n_active: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `residual` [M, K] to x [M, K], normalise the sum, apply the layer.
+
+        Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
+        """
+
+    def logits_after_norm(
+        self,
+        x: Addend,
+        residual: torch.Tensor | None,
+        norm: Norm,
+        sampling: Sampling,
+        n_active: torch.Tensor | None = None,
+    ) -> ops.Logits:
+        """Do as `after_norm`; return logits in fp32 of which greedy rows may be undefined."""
+        return ops.Logits(self.after_norm(x, residual, norm, n_active)[0].float())
+
+    def after_activation(
+        self, x: torch.Tensor, kind: Activation, n_active: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Do as `Layer.after_activation`."""
+
+    def scaled(self, norm: Norm, factor: float) -> tuple[Linear, Norm]:
+        """Return a layer and the norm before it, for results times `factor`.
+
+        Raises:
+            ValueError: for a layer with a bias.
+        """
+
+    def with_factors(self, factors: torch.Tensor) -> Linear | None:
+        """Return a layer with results times `factors` [N] (fp32), None where rows have no scale."""
+        return self if factors.eq(1).all() else None
 
 
 @dataclass
@@ -141,7 +154,7 @@ class DenseLinear(Linear):
 
     def after_norm(
         self,
-        x: torch.Tensor,
+        x: Addend,
         residual: torch.Tensor | None,
         norm: Norm,
         n_active: torch.Tensor | None = None,
@@ -151,7 +164,7 @@ class DenseLinear(Linear):
 
     def logits_after_norm(
         self,
-        x: torch.Tensor,
+        x: Addend,
         residual: torch.Tensor | None,
         norm: Norm,
         sampling: Sampling,
@@ -255,12 +268,13 @@ class W8A8Linear(Linear):
 
     def after_norm(
         self,
-        x: torch.Tensor,
+        x: Addend,
         residual: torch.Tensor | None,
         norm: Norm,
         n_active: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.input_scale is None and norm.kind == "rms_norm":
+        fused = self.input_scale is None and norm.kind == "rms_norm"
+        if fused and not isinstance(x, PartialSum):
             y, *sums = ops.rms_norm_w8a8_linear(
                 x,
                 norm.weight,
@@ -286,14 +300,15 @@ class W8A8Linear(Linear):
 
     def logits_after_norm(
         self,
-        x: torch.Tensor,
+        x: Addend,
         residual: torch.Tensor | None,
         norm: Norm,
         sampling: Sampling,
         n_active: torch.Tensor | None = None,
     ) -> ops.Logits:
         fused = self.input_scale is None and norm.kind == "rms_norm" and not self._asymmetric
-        if not fused or self.out_dtype is not torch.float32:
+        fused = fused and self.out_dtype is torch.float32
+        if not fused or isinstance(x, PartialSum):
             return super().logits_after_norm(x, residual, norm, sampling, n_active)
         return ops.rms_norm_w8a8_logits(
             x,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .parts import ExpertsPart, LinearPart, Module, NormPart, Part, SchemeOf, TensorPart, TensorSpec
+from .modules import Module, TensorSpec
+from .parts import ExpertsPart, LinearPart, NormPart, Part, SchemeOf, TensorPart
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..ops.collective.communicator import Communicator
+from ..ops.collective.partial_sum import PartialSum
 from .kinds import InputKind, NormKind
+
+# Rows [M, K], or what this rank adds to them.
+Addend = torch.Tensor | PartialSum
 
 _NORMALIZE: dict[str, Callable[..., Any]] = {
     "rms_norm": ops.rms_norm,
@@ -62,6 +67,7 @@ class Norm:
     """A norm of rows [M, K], or for "layer_norm" of heads [M, H, K].
 
     `weight` [K], or [H, K], of the model's dtype or fp32; `bias` likewise, of layer norms alone.
+    Of a rank's part of a sum it is the sum over all ranks that is normalised.
     """
 
     weight: torch.Tensor
@@ -69,44 +75,58 @@ class Norm:
     kind: NormKind = "rms_norm"
     bias: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Addend) -> torch.Tensor:
         """Return x normalised."""
+        if isinstance(x, PartialSum):
+            return self.of_sum(x, None)[0]
         normed: torch.Tensor = self._call(_NORMALIZE, x)
         return normed
 
-    def of_sum(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_sum(self, x: Addend, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x plus the residual, normalised, and the sum; without one that is x itself."""
+        if isinstance(x, PartialSum) and self.kind == "rms_norm":
+            return ops.all_reduce_norm(*self._of_ranks(x), residual=residual)
+        x = summed(x)
         if residual is None:
             return self(x), x
         normed, total = self._call(_NORMALIZE, x, residual=residual)
         return normed, total
 
     def quantize(
-        self, x: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype, **options: Any
+        self, x: Addend, residual: torch.Tensor | None, dtype: torch.dtype, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Do as `of_sum`, and quantise; return (values, scale [M], the sum).
 
         `options` are those of `ops.rms_norm_quantize`.
         """
+        if isinstance(x, PartialSum) and self.kind == "rms_norm":
+            return ops.all_reduce_norm_quantize(
+                *self._of_ranks(x), dtype, residual=residual, **options
+            )
+        x = summed(x)
         values, scale, *total = self._call(_QUANTIZE, x, dtype, residual=residual, **options)
         return values, scale, total[0] if total else x
 
     def quantize_per_group(
-        self, x: torch.Tensor, residual: torch.Tensor | None, **options: Any
+        self, x: Addend, residual: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Do as `quantize`, by groups; `options` are those of `ops.rms_norm_quantize_per_group`."""
+        if isinstance(x, PartialSum) and self.kind == "rms_norm":
+            return ops.all_reduce_norm_quantize_per_group(
+                *self._of_ranks(x), residual=residual, **options
+            )
+        x = summed(x)
         values, scale, *total = self._call(_QUANTIZE_PER_GROUP, x, residual=residual, **options)
         return values, scale, total[0] if total else x
 
     def quantize_asymmetric(
-        self, x: torch.Tensor, residual: torch.Tensor | None, **options: Any
+        self, x: Addend, residual: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Do as `of_sum`, and quantise; return (values, scale [M], zero points [M], the sum).
 
         `options` are those of `ops.rms_norm_quantize_asymmetric`.
         """
+        x = summed(x)
         values, scale, zero_point, *total = self._call(
             _QUANTIZE_ASYMMETRIC, x, residual=residual, **options
         )
@@ -121,12 +141,21 @@ class Norm:
         bias = None if self.bias is None else times(self.bias)
         return replace(self, weight=times(self.weight), bias=bias)
 
+    def _of_ranks(self, x: PartialSum) -> tuple[torch.Tensor, Communicator, torch.Tensor, float]:
+        """Return the first arguments of the ops that add up x and normalise it."""
+        return x.values, x.communicator, self.weight, self.eps
+
     def _call(
         self, of_kind: dict[str, Callable[..., Any]], x: torch.Tensor, *more: Any, **options: Any
     ) -> Any:
         if self.bias is not None:
             options["bias"] = self.bias
         return of_kind[self.kind](x, self.weight, self.eps, *more, **options)
+
+
+def summed(x: Addend) -> torch.Tensor:
+    """Return rows, added up over the ranks if x is a rank's part of them."""
+    return x.sum() if isinstance(x, PartialSum) else x
 
 
 def is_power_of_two(number: float) -> bool:

@@ -9,129 +9,25 @@ group keeps of it. How a linear module is stored is its `Scheme`'s business, in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 
 from ..jit.variant import Variant
+from ..ops.collective.communicator import Communicator
 from .config_fields import UnsupportedModelError
 from .experts.products import Experts
 from .kinds import InputKind
-from .layers import Linear
+from .layers import Layer, Linear
+from .modules import Module, TensorSpec, share, uneven_share
 from .norms import Norm, NormConfig
+from .ranks import RowParallelLinear
 
-DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor of a checkpoint: its possible names, shapes and dtypes.
-
-    With an `index` it is one entry of the first dimension of the stored tensor, whose `shapes`
-    these are. One that is `transposable` may be stored with its last two dimensions exchanged.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES
-    required: bool = True
-    index: int | None = None
-    transposable: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name that messages use."""
-        return self.names[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that the model uses."""
-        return self.shapes[0] if self.index is None else self.shapes[0][1:]
-
-
-@dataclass(frozen=True)
-class Module:
-    """One linear module of a checkpoint: y = x·Wᵀ (+ b), W [rows, columns].
-
-    Args:
-        name: such as "model.layers.0.self_attn.q_proj".
-        rows, columns: of the stored weight.
-        has_bias: whether there is a bias [rows].
-        units: equal groups of rows that ranks do not divide, such as heads; 0: every row is one.
-        replicated: whether several ranks may keep the same unit, as of KV heads.
-        column_units: likewise of columns.
-        kept_rows, kept_columns: what a rank keeps; None is all.
-        keeps_bias: whether a rank adds the bias.
-        stacked: how many modules of this shape the stored tensors hold, as of experts; 0: this one.
-        index: which of these it is; None is all of them.
-        transposable: whether a stacked weight may be stored [stacked, columns, rows].
-    """
-
-    name: str
-    rows: int
-    columns: int
-    has_bias: bool = False
-    units: int = 0
-    replicated: bool = False
-    column_units: int = 0
-    kept_rows: slice | None = None
-    kept_columns: slice | None = None
-    keeps_bias: bool = True
-    stacked: int = 0
-    index: int | None = None
-    transposable: bool = False
-
-    def tensor(
-        self,
-        kinds: str | tuple[str, ...],
-        *shapes: tuple[int, ...],
-        dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES,
-        required: bool = True,
-    ) -> TensorSpec:
-        """Return a tensor of the module.
-
-        Args:
-            kinds: what it is called behind the module's name, such as "weight_scale": one name or
-                several. Stacked tensors may have no dot before it, and no "weight" at all.
-            shapes: that it may have, without the dimension of stacked modules.
-            dtypes: likewise.
-            required: whether a checkpoint must hold it.
-        """
-        kinds = (kinds,) if isinstance(kinds, str) else kinds
-        names = [f"{self.name}.{kind}" for kind in kinds]
-        if self.stacked:
-            names += [f"{self.name}_{kind}".replace("_weight", "", 1) for kind in kinds]
-            shapes = tuple((self.stacked, *shape) for shape in shapes)
-        return TensorSpec(tuple(names), shapes, dtypes, required, self.index)
-
-    @property
-    def bias(self) -> TensorSpec | None:
-        """The bias, None where there is none."""
-        return self.tensor("bias", (self.rows,)) if self.has_bias else None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that are kept."""
-        return self.rows if self.kept_rows is None else _length(self.kept_rows)
-
-    @property
-    def num_columns(self) -> int:
-        """Columns that are kept."""
-        return self.columns if self.kept_columns is None else _length(self.kept_columns)
-
-    def share_of_rows(self, rank: int, size: int) -> Module:
-        """Return what a rank keeps where outputs are divided among ranks."""
-        units = self.units or self.rows
-        kept = _share(self.name, self.rows, units, rank, size, replicated=self.replicated)
-        return replace(self, kept_rows=kept)
-
-    def share_of_columns(self, rank: int, size: int) -> Module:
-        """Return what a rank keeps where inputs are divided: ranks' results are added."""
-        kept = _share(self.name, self.columns, self.column_units or self.columns, rank, size)
-        return replace(self, kept_columns=kept, keeps_bias=rank == 0)
+# What ranks divide: outputs, or inputs, of which their results are added.
+Divide = Literal["rows", "columns"]
 
 
 class Scheme(Protocol):
@@ -183,7 +79,15 @@ class InputFactors:
 
 
 class Loader(Protocol):
-    """Makes tensors and layers of parts, from a checkpoint or at random."""
+    """Makes tensors and layers of parts, from a checkpoint or at random.
+
+    Attributes:
+        communicator: joins the ranks whose parts these are; None for a model on one device.
+    """
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """The ranks, of which the loaded layers add up or gather results."""
 
     def tensor(self, part: TensorPart) -> torch.Tensor:
         """Return what the part keeps, in the model's dtype."""
@@ -239,14 +143,22 @@ class TensorPart(Part):
     Args:
         spec: of the stored tensor.
         divided: whether ranks divide its rows.
+        uneven: whether the last rank may keep fewer rows than the others.
         kept_rows: what a rank keeps; None is all.
         dtype: that it is loaded in; None is that of the model.
     """
 
     spec: TensorSpec
     divided: bool = False
+    uneven: bool = False
     kept_rows: slice | None = None
     dtype: torch.dtype | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is kept."""
+        kept, (rows, *others) = self.kept_rows, self.spec.shape
+        return (rows if kept is None else kept.stop - kept.start, *others)
 
     def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
         """Yield the tensor."""
@@ -256,8 +168,10 @@ class TensorPart(Part):
         """Return all, or a rank's rows."""
         if not self.divided:
             return self
-        rows = self.spec.shape[0]
-        return replace(self, kept_rows=_share(self.spec.name, rows, rows, rank, size))
+        rows, name = self.spec.shape[0], self.spec.name
+        if self.uneven:
+            return replace(self, kept_rows=uneven_share(name, rows, rank, size))
+        return replace(self, kept_rows=share(name, rows, rows, rank, size))
 
     def build(self, loader: Loader) -> torch.Tensor:
         """Return the tensor."""
@@ -295,7 +209,7 @@ class NormPart(Part):
         if not self.of_heads:
             return self
         name, heads = self.weight.name, self.weight.shape[0]
-        kept = _share(name, heads, heads, rank, size, replicated=self.replicated)
+        kept = share(name, heads, heads, rank, size, replicated=self.replicated)
         return replace(self, kept_rows=kept)
 
     def build(self, loader: Loader) -> Norm:
@@ -318,8 +232,7 @@ class LinearPart(Part):
     Args:
         modules: such as q_proj, k_proj and v_proj.
         kind: what comes before the layer, and is fused with quantising its input.
-        divide: what ranks divide: "rows" (outputs) or "columns" (inputs, whose ranks' results are
-            added).
+        divide: what ranks divide.
         after: the field of the layer's parts that can take up factors of this layer's input: the
             norm in front, or the linear layer whose last rows give the input (up of [gate; up], v
             of [q; k; v]). None: there is none, or others read its results, too.
@@ -329,7 +242,7 @@ class LinearPart(Part):
 
     modules: tuple[Module, ...]
     kind: InputKind
-    divide: Literal["rows", "columns"]
+    divide: Divide
     after: str | None = None
     chooses: bool = False
 
@@ -352,16 +265,18 @@ class LinearPart(Part):
         """Return a rank's rows or columns of every module."""
         if self.chooses:
             return self
-        share = Module.share_of_rows if self.divide == "rows" else Module.share_of_columns
-        return replace(self, modules=tuple(share(module, rank, size) for module in self.modules))
+        return replace(self, modules=_shares(self.modules, self.divide, rank, size))
 
     def to_quantize(self) -> Iterator[Module]:
         """Yield the modules, but for those of a router or a gate."""
         yield from () if self.chooses else self.modules
 
-    def build(self, loader: Loader) -> Linear:
-        """Return the layer."""
-        return loader.linear(self)
+    def build(self, loader: Loader) -> Layer:
+        """Return the layer, whose results are parts of sums where ranks divide inputs."""
+        layer = loader.linear(self)
+        if self.divide == "columns" and loader.communicator is not None:
+            return RowParallelLinear(layer, loader.communicator)
+        return layer
 
 
 @dataclass(frozen=True)
@@ -429,6 +344,13 @@ class ExpertsPart(Part):
                 yield replace(whole, index=index, kept_rows=rows)
                 first += module.rows
 
+    def products(self) -> Iterator[tuple[Module, ...]]:
+        """Yield the modules of each expert, as `stored` yields them."""
+        modules = tuple(self.stored())
+        each = len(modules) // self.num_experts
+        for first in range(0, len(modules), each):
+            yield modules[first : first + each]
+
     def to_quantize(self) -> Iterator[Module]:
         """Yield the modules that tensors of the checkpoint hold: a stacked one is one."""
         if self.stacked:
@@ -460,32 +382,16 @@ class ExpertsPart(Part):
 
     def shard(self, rank: int, size: int) -> ExpertsPart:
         """Return a rank's rows or columns of every expert."""
-        share = Module.share_of_rows if self.gated else Module.share_of_columns
-        return replace(
-            self,
-            modules=tuple(
-                tuple(share(module, rank, size) for module in expert) for expert in self.modules
-            ),
-        )
+        divide: Divide = "rows" if self.gated else "columns"
+        shares = tuple(_shares(modules, divide, rank, size) for modules in self.modules)
+        return replace(self, modules=shares)
 
     def build(self, loader: Loader) -> Experts:
         """Return the products."""
         return loader.experts(self)
 
 
-def _share(
-    name: str, length: int, units: int, rank: int, size: int, *, replicated: bool = False
-) -> slice:
-    """Return a rank's part of `length` rows or columns, in whole units."""
-    width = length // units
-    if units % size == 0:
-        count = units // size
-        return slice(rank * count * width, (rank + 1) * count * width)
-    if replicated and size % units == 0:
-        unit = rank * units // size
-        return slice(unit * width, (unit + 1) * width)
-    raise UnsupportedModelError(f"{name}: got {units} for {size} ranks, expected a multiple of it")
-
-
-def _length(kept: slice) -> int:
-    return int(kept.stop - kept.start)
+def _shares(modules: Sequence[Module], divide: Divide, rank: int, size: int) -> tuple[Module, ...]:
+    """Return a rank's rows or columns of modules of one layer."""
+    of_module = Module.share_of_rows if divide == "rows" else Module.share_of_columns
+    return tuple(chain.from_iterable(of_module(module, rank, size) for module in modules))

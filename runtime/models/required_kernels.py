@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import torch
 
 from ..jit.variant import Variant
@@ -9,10 +12,11 @@ from ..ops.attention.append_kv_cuda import append_kernel
 from ..ops.attention.decode_cuda import decode_kernels
 from ..ops.attention.l2_partition import L2Probe
 from ..ops.attention.prefill_cuda import prefill_kernels
+from ..ops.collective.collective_cuda import MOST_RANKS, collective_kernel
 from ..ops.common.device import KERNEL_NAMES
 from ..ops.embed import embed_kernel
 from ..ops.linear.precompile import precompile
-from ..ops.linear.quantize_cuda import input_kernel
+from ..ops.linear.quantize_cuda import Quantize, input_kernel
 from ..ops.moe.combine_cuda import MoeCombine
 from ..ops.moe.route_cuda import MoeRoute
 from ..ops.sampling.process_logits import ProcessLogits
@@ -92,3 +96,29 @@ def kernels_with_experts(
     known = kernels_with_norms(config, cache_format=cache_format, batch_invariant=batch_invariant)
     results = KERNEL_NAMES[config.dtype]
     return [MoeRoute(dtype=KERNEL_NAMES[torch.float32]), MoeCombine(dtype=results), *known]
+
+
+def collective_kernels(dtype: torch.dtype, size: int, beside: Iterable[Variant]) -> list[Variant]:
+    """Return the collectives of one of `size` ranks, where these reach each other's memory.
+
+    Args:
+        dtype: of the model.
+        size: how many ranks divide it.
+        beside: all else that a rank launches. Of its norms each may be one launch with a sum.
+    """
+    if size > MOST_RANKS:
+        return []
+    total = collective_kernel("sum", size, dtype, dtype)
+    norms = [
+        replace(
+            collective_kernel("rms_norm", size, dtype, dtype),
+            out_dtype=kernel.out_dtype,
+            weight_dtype=kernel.weight_dtype,
+            group=kernel.group,
+        )
+        for kernel in beside
+        if isinstance(kernel, Quantize) and kernel.kind == "rms_norm" and not kernel.asymmetric
+    ]
+    # Of logits, and of heads that one norm is over.
+    gathers = [collective_kernel("gather", size, x, x) for x in (torch.float32, dtype)]
+    return [total, *norms, *gathers]

@@ -16,13 +16,15 @@ Common to all of them:
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
 - On GPUs from sm_80 on `embed`, quantisation, norms, activation functions, `append_kv`,
-  `merge_states`, `moe_route`, `moe_combine`, `softcap`, `process_logits`, `sample` and
-  `token_logprobs` are kernels of ours, on Hopper GPUs W8A8 and 16-bit products, those of experts
-  among them, and attention too (`python -m ostinato env` lists them). They
-  are compiled on first use (`python -m ostinato build` does it before) and, from sm_90 on, launched
-  so that they overlap the end of the kernel before them; what this asks of packed weights and norm
-  weights, those ops say.
-  All else runs on torch's operators.
+  `merge_states`, `moe_route`, `moe_combine`, `softcap`, `process_logits`, `sample`,
+  `token_logprobs` and collectives between GPUs that reach each other's memory are kernels of ours,
+  on Hopper GPUs W8A8 and 16-bit products, those of experts among them, and attention too
+  (`python -m ostinato env` lists them). They are compiled on first use (`python -m ostinato build`
+  does it before) and, from sm_90 on, launched so that they overlap the end of the kernel before
+  them; what this asks of packed weights and norm weights, those ops say. All else runs on torch's
+  operators.
+- `all_reduce`, `all_gather` and `all_reduce_norm…` are collectives: every rank of a tensor-parallel
+  group calls them, in one order, with tensors of one shape. See `Communicator`.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
   raise RuntimeError while torch is set to do that in TF32 or bf16
@@ -35,6 +37,19 @@ from .attention.merge_states import merge_states
 from .attention.paged import paged_attention
 from .attention.varlen import varlen_attention
 from .attention.workspace import paged_attention_workspace, varlen_attention_workspace
+from .collective.all_reduce_norm import (
+    all_reduce_norm,
+    all_reduce_norm_quantize,
+    all_reduce_norm_quantize_per_group,
+)
+from .collective.communicator import (
+    Communicator,
+    CommunicatorError,
+    GroupCommunicator,
+    all_gather,
+    all_reduce,
+)
+from .collective.partial_sum import PartialSum
 from .embed import embed
 from .linear.activation import activation, activation_quantize, silu_mul, silu_mul_quantize
 from .linear.block_linear import fp8_block_linear
@@ -70,17 +85,26 @@ from .sampling.token_logprobs import RowLogprobs, token_logprobs
 
 __all__ = [
     "Combined",
+    "Communicator",
+    "CommunicatorError",
+    "GroupCommunicator",
     "L2Partition",
     "Logits",
     "LogitsTables",
     "MoePlan",
     "PackedExperts",
     "PackedWeight",
+    "PartialSum",
     "RowLogprobs",
     "activation",
     "activation_quantize",
     "activation_quantize_asymmetric",
     "activation_quantize_per_group",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_norm",
+    "all_reduce_norm_quantize",
+    "all_reduce_norm_quantize_per_group",
     "append_kv",
     "channel_scales",
     "dynamic_w8a8_linear",

@@ -10,6 +10,7 @@ from .attention.append_kv_cuda import AppendKV
 from .attention.decode_variants import AttentionDecode
 from .attention.merge_states import MergeStates
 from .attention.prefill_variants import AttentionPrefill
+from .collective.collective_cuda import Collective
 from .common.device import device_index
 from .embed import Embed
 from .linear.fused_cuda import FusedLinear
@@ -33,6 +34,7 @@ _FAMILIES: dict[str, type[Variant]] = {
     "merge_states": MergeStates,
     "moe_route": MoeRoute,
     "moe_combine": MoeCombine,
+    "all_reduce with norm, all_gather; peer memory": Collective,
     "softcap": Softcap,
     "process_logits": ProcessLogits,
     "sample": Sample,

@@ -12,6 +12,13 @@ from itertools import product
 
 import torch
 
+from .collective.reference import (
+    all_gather,
+    all_reduce,
+    all_reduce_norm,
+    all_reduce_norm_quantize,
+    all_reduce_norm_quantize_per_group,
+)
 from .linear.reference_rows import (
     activation,
     activation_quantize,
@@ -46,6 +53,11 @@ __all__ = [
     "activation_quantize",
     "activation_quantize_asymmetric",
     "activation_quantize_per_group",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_norm",
+    "all_reduce_norm_quantize",
+    "all_reduce_norm_quantize_per_group",
     "append_kv",
     "attention",
     "dynamic_scale",

@@ -14,12 +14,15 @@ from typing import TypeVar
 
 import torch
 
+from ostinato.graphs import RankError
+
 from ..engine import Completion, Engine, SamplingParams, TokenEvent
-from .errors import EngineError
+from .errors import EngineError, EngineLostError
 
 _LOG = logging.getLogger("ostinato.server")
 # Failing steps in a row after which the newest request is taken for their cause.
 _PATIENCE = 3
+_LAST_S = 2.0  # for a thread that a lost rank holds up, before the server ends without it
 
 T = TypeVar("T")
 
@@ -99,6 +102,9 @@ class EngineThread:
         self._failures = 0
         self._outbox: dict[Job, list[Message]] = {}
         self._stopped = threading.Event()
+        self._dying = threading.Lock()
+        self._handing_out = threading.Lock()
+        self._lost: EngineLostError | None = None
         self.on_death: Callable[[], None] = lambda: None
 
     def start(self) -> Engine:
@@ -120,7 +126,7 @@ class EngineThread:
 
         def submit(engine: Engine | None) -> None:
             if engine is None:
-                self._say(job, Ended(EngineError("the engine has stopped")))
+                self._say(job, Ended(self._lost or EngineError("the engine has stopped")))
             else:
                 self._submit(engine, job)
 
@@ -158,10 +164,21 @@ class EngineThread:
         return result
 
     def stop(self) -> None:
-        """End all jobs and the thread, and release the engine."""
+        """End all jobs and the thread, and release the engine.
+
+        Once a rank is lost, the thread is waited for two seconds at most: it may be stuck.
+        """
         self.end_all(EngineError("the server is stopping"))
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(None if self._lost is None else _LAST_S)
+
+    def abandon(self, error: RankError) -> None:
+        """End all jobs because a rank is lost, from another thread: the engine's may be stuck."""
+        if not self._made.done() or self._stopped.is_set():
+            return
+        _LOG.error("a rank is lost: %s", error)
+        self._die(EngineLostError(str(error)))
+        self._inbox.put(None)
 
     def _post(self, command: Command) -> None:
         self._inbox.put(command)
@@ -177,21 +194,30 @@ class EngineThread:
             self._made.set_exception(error)
             return
         self._made.set_result(engine)
-        died = False
         try:
             with closing(engine):
                 self._serve(engine)
+        except RankError as error:
+            self.abandon(error)
         except Exception:
             _LOG.exception("the engine has failed for good")
-            died = True
-            for job in {job for job, _ in self._live.values()}:
-                self._say(job, Ended(EngineError("the engine has failed")))
-            self._live.clear()
+            self._die(EngineError("the engine has failed"))
         finally:
             self._stopped.set()
             self._refuse_all()
-        if died:
-            self.on_death()
+
+    def _die(self, error: EngineError) -> None:
+        """End all jobs and refuse others, once, and say so; in the engine's thread or another."""
+        with self._dying:
+            if self._stopped.is_set():
+                return
+            if isinstance(error, EngineLostError):
+                self._lost = error
+            self._stopped.set()
+        for job in {job for job, _ in list(self._live.values())}:
+            self._say(job, Ended(error))
+        self._refuse_all()
+        self.on_death()
 
     def _serve(self, engine: Engine) -> None:
         while True:
@@ -208,7 +234,7 @@ class EngineThread:
     def _step(self, engine: Engine) -> None:
         try:
             events = engine.step()
-        except torch.AcceleratorError:
+        except (torch.AcceleratorError, RankError):
             raise  # the device's context is lost, and with it every request
         except Exception:
             self._failures += 1
@@ -255,11 +281,13 @@ class EngineThread:
         return engine.result(number)
 
     def _say(self, job: Job, message: Message) -> None:
-        self._outbox.setdefault(job, []).append(message)
+        with self._handing_out:
+            self._outbox.setdefault(job, []).append(message)
 
     def _flush(self) -> None:
         """Hand out what has come, with one call per loop."""
-        outbox, self._outbox = self._outbox, {}
+        with self._handing_out:
+            outbox, self._outbox = self._outbox, {}
         for loop in {job.loop for job in outbox}:
             jobs = [job for job in outbox if job.loop is loop]
             try:

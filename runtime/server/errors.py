@@ -48,6 +48,10 @@ class EngineError(Exception):
     """The engine could not serve a request; its clients are told without details."""
 
 
+class EngineLostError(EngineError):
+    """A process that serves the model was lost, and with it the engine."""
+
+
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
@@ -69,6 +73,16 @@ def bad_value(error: Exception) -> ApiError:
 def engine_failed() -> ApiError:
     """Return the answer to a request that an error of the engine has ended."""
     return ApiError(500, "the engine failed while it served this request", code="engine_error")
+
+
+def engine_lost() -> ApiError:
+    """Return the answer to a request while the server ends, since a process of it was lost."""
+    return ApiError(
+        503,
+        "the server has lost a process that it needs, and is stopping",
+        code="engine_lost",
+        headers={"retry-after": "5"},
+    )
 
 
 def stopping() -> ApiError:

@@ -8,7 +8,15 @@ from types import TracebackType
 
 from ..engine import FinishReason, SamplingParams
 from .engine_thread import Accepted, Ended, EngineThread, Job, Message, Progress
-from .errors import ApiError, EngineError, bad_value, engine_failed, stopping
+from .errors import (
+    ApiError,
+    EngineError,
+    EngineLostError,
+    bad_value,
+    engine_failed,
+    engine_lost,
+    stopping,
+)
 from .metrics import Metrics
 
 
@@ -167,6 +175,8 @@ class Generation:
         return taken
 
     def _error(self, ended: Ended) -> ApiError:
+        if isinstance(ended.error, EngineLostError):
+            return engine_lost()
         if isinstance(ended.error, EngineError):
             return stopping() if self._admission.draining else engine_failed()
         return bad_value(ended.error)

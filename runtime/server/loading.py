@@ -14,6 +14,8 @@ from ..checkpoint import load_config, load_model, load_tokenizer
 from ..engine import Engine
 from ..engine.cache_size import MEMORY_FRACTION, check_memory_fraction
 from ..models import ScaleKind
+from ..ops import Communicator
+from ..parallel import Ranks
 from .chat.parsers import AUTO, Parsers
 from .chat.templates import load_chat_template
 from .defaults import generation_defaults
@@ -40,6 +42,8 @@ class EngineOptions:
         max_prefill_tokens: prompt tokens of one step.
         verify: whether replays are compared with the step after capture.
         progress: whether capture shows its progress.
+        ranks: the processes that serve the model, with `communicator`; None for this one alone.
+        communicator: between their models.
     """
 
     device: torch.device
@@ -54,9 +58,45 @@ class EngineOptions:
     max_prefill_tokens: int = 2048
     verify: bool = True
     progress: bool = True
+    ranks: Ranks | None = None
+    communicator: Communicator | None = None
 
     def __post_init__(self) -> None:
         check_memory_fraction(self.memory_fraction)  # before the model is loaded
+
+    @property
+    def most(self) -> int:
+        """Texts that run at once."""
+        # At least 1, so that it is the sizes, if they are wrong, that the error is about.
+        return self.max_batch or max([1, *(self.capture_sizes or [_MAX_BATCH])])
+
+
+def load_engine(folder: Path, options: EngineOptions) -> Engine:
+    """Load a checkpoint, or this rank's share of it, into an engine, nothing captured yet.
+
+    Raises:
+        ValueError, OSError, torch.OutOfMemoryError: when the checkpoint or an option is no good.
+    """
+    model = load_model(
+        folder,
+        device=options.device,
+        max_context=options.max_context,
+        communicator=options.communicator,
+    )
+    return Engine(
+        model,
+        load_tokenizer(folder),
+        max_batch=options.most,
+        max_context=options.max_context or model.max_context,
+        page_size=options.page_size,
+        num_pages=options.num_pages,
+        memory_fraction=options.memory_fraction,
+        kv_cache_dtype=options.kv_cache_dtype,
+        kv_scales=options.kv_scales,
+        max_prefill_tokens=options.max_prefill_tokens,
+        logits_processing=True,
+        ranks=options.ranks,
+    )
 
 
 def load_service(
@@ -89,27 +129,9 @@ def load_service(
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder, settings.template_timeout)
     defaults = generation_defaults(folder) if own_defaults else {}
-    max_batch = options.max_batch
-    if max_batch is None:
-        # At least 1, so that it is the sizes, if they are wrong, that the error is about.
-        max_batch = max([1, *(options.capture_sizes or [_MAX_BATCH])])
 
     def make_engine() -> Engine:
-        model = load_model(folder, device=options.device, max_context=options.max_context)
-        context = options.max_context or model.max_context
-        engine = Engine(
-            model,
-            tokenizer,
-            max_batch=max_batch,
-            max_context=context,
-            page_size=options.page_size,
-            num_pages=options.num_pages,
-            memory_fraction=options.memory_fraction,
-            kv_cache_dtype=options.kv_cache_dtype,
-            kv_scales=options.kv_scales,
-            max_prefill_tokens=options.max_prefill_tokens,
-            logits_processing=True,
-        )
+        engine = load_engine(folder, options)
         on_capture(
             engine.capture(options.capture_sizes, progress=options.progress, verify=options.verify)
         )
@@ -118,13 +140,15 @@ def load_service(
     thinks = template is not None and template.thinks
     parsers = Parsers.named(tools, reasoning, family=config.family, thinks=thinks)
     thread = EngineThread(make_engine)
+    if options.ranks is not None:
+        options.ranks.on_failure(thread.abandon)
     engine = thread.start()
     return Service(
         engine=thread,
         tokenizer=tokenizer,
         models=tuple(names),
         max_context=engine.max_context,
-        max_batch=max_batch,
+        max_batch=options.most,
         settings=settings,
         defaults=defaults,
         template=template,

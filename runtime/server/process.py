@@ -38,6 +38,8 @@ class _Server(uvicorn.Server):
                 loop.call_soon_threadsafe(end)
 
         self._service.engine.on_death = on_death
+        if not self._service.engine.alive:  # since before anybody was told
+            end()
         await super().serve(sockets)
 
     @contextlib.contextmanager

@@ -8,9 +8,9 @@ import pytest
 import torch
 from engines import TOKENIZER, failing_once, greedy, make_engine, step_until_idle
 
+from ostinato import ops
 from ostinato.engine import FinishReason, SamplingParams
 from ostinato.engine import decode_step as decode_module
-from ostinato.engine import engine as engine_module
 from ostinato.engine.decode_step import sampling_inputs
 from ostinato.engine.detokenizer import Detokenizer
 from tiny import tiny_llama
@@ -113,7 +113,7 @@ def test_an_error_in_first_sampling_computes_the_prompt_again(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module.ops, "sample", fail)
+        patch.setattr(ops, "sample", fail)
         with pytest.raises(MemoryError):
             engine.step()
     while not engine.idle:

@@ -62,7 +62,7 @@ def _interrupted_thrice(done: list[int]) -> None:
 def test_a_second_interrupt_is_raised_at_once(
     apart: float, turns: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupts, "_APART_S", apart)
+    monkeypatch.setattr(interrupts, "APART_S", apart)
     done: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         _interrupted_thrice(done)
@@ -107,7 +107,7 @@ def _interrupted_at(target: int, *, held: bool) -> tuple[bool, bool]:
 def test_an_interrupt_at_the_end_of_a_block_is_raised(
     held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupts, "_APART_S", 0.0)
+    monkeypatch.setattr(interrupts, "APART_S", 0.0)
     for target in range(1, 100):
         came, raised = _interrupted_at(target, held=held)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, target

@@ -212,6 +212,12 @@ def test_build_for_a_model_takes_what_its_options_launch(
         (["--only", "gem"], "only: got 'gem', expected append_kv or attention_decode or"),
         (["--dtypes", "int4"], "invalid choice: 'int4'"),
         (["--all", "--jobs", "0"], "--jobs: got 0, expected at least 1"),
+        (["--all", "--tp", "2"], "--tensor-parallel-size, --kv-cache-dtype, --kv-scales go with"),
+        (["--all", "--tp", "0"], "--tensor-parallel-size: got 0, expected at least 1"),
+        (
+            ["--for-model", "examples/tiny-llama", "--tp", "5"],
+            "model.layers.0.self_attn.q_proj: got 6 groups of 32 rows for 5 ranks, expected a mul",
+        ),
         (["--all", "--inject-delay", "nowhere"], "--inject-delay: got 'nowhere', expected"),
         (["--for-model", "/nowhere"], "--for-model: got '/nowhere', which does not exist"),
         (["--all", "--only", "embed"], "--all: got --only beside it, expected it alone"),

@@ -39,6 +39,7 @@ _INSTRUCTIONS = {
         "std::memcpy(&pairs, halves, sizeof(pairs));"
     ),
     ("attention/prefill/kv_dequantizer.cuh", "load_vector"): "std::memcpy(&words, from, 16);",
+    ("common/vector.cuh", "load_constant"): "quad = *address;",
     ("common/registers.cuh", "give_up_registers"): "",
     ("common/registers.cuh", "take_registers"): "",
 }

@@ -13,6 +13,7 @@ import transformers
 from hf_experts import WITH_EXPERTS
 from hf_models import MODELS, SHAPE, TOKENS, hf_logits, random_model, save_plain
 from quantized_files import FORMATS, sturdy_tokens, write_quantized
+from rank_models import load_ranks
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
@@ -362,6 +363,23 @@ def test_kernels_named_ahead_are_those_of_the_model(
     assert ahead == set(load_model(tmp_path).kernels())
 
 
+@pytest.mark.parametrize("form", [None, "ct-int8-dynamic"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "phi3", "olmo2", "qwen2_moe"])
+def test_kernels_named_ahead_are_those_of_ranks(
+    name: str, form: str | None, tmp_path: Path
+) -> None:
+    hf = random_model(MODELS[name])
+    if form is None:
+        save_plain(tmp_path, hf, torch.bfloat16)
+    else:
+        write_quantized(tmp_path, hf, FORMATS[form])
+    head = {None: None, "int8": torch.int8}
+    for lm_head, dtype in head.items():
+        ahead = _model_kernels(tmp_path, lm_head=lm_head, batch_invariant=True, ranks=2)
+        loaded = load_ranks(tmp_path, 2, lm_head_dtype=dtype)
+        assert ahead == {kernel for rank in loaded for kernel in rank.kernels()}
+
+
 NORM_KERNELS = {"nemotron": ("layer_norm", "fp32"), "cohere-qk-norm": ("layer_norm", "bf16")}
 
 
@@ -483,16 +501,11 @@ def test_a_rank_loads_its_norms_of_heads(name: str, tmp_path: Path) -> None:
     assert torch.equal(torch.cat([norm.weight for norm in ranks]), whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        ("olmo2", r"q_norm\.weight: got 2 ranks, expected 1 for a norm over all heads"),
-        ("glm4", r"gate_up_proj: got 1 for 2 ranks, expected a multiple"),
-        ("phi3", r"qkv_proj: got 1 for 2 ranks, expected a multiple"),
-    ],
-)
-def test_what_ranks_can_not_divide_is_refused(name: str, match: str) -> None:
-    layer = layer_of(name)
-    assert shard(layer, 0, 1) is not None
-    with pytest.raises(UnsupportedModelError, match=match):
-        shard(layer, 0, 2)
+def test_ranks_divide_what_a_norm_over_all_heads_returns() -> None:
+    layers = [shard(layer_of("olmo2"), rank, 4) for rank in range(4)]
+    assert [layer.all_q_norm.kept for layer in layers] == [
+        slice(first, first + 8) for first in (0, 8, 16, 24)
+    ]
+    assert [layer.all_k_norm.kept for layer in layers] == [slice(0, 8)] * 2 + [slice(8, 16)] * 2
+    with pytest.raises(UnsupportedModelError, match=r"q_proj: got 4 groups of 8 rows for 3 ranks"):
+        shard(layer_of("olmo2"), 0, 3)

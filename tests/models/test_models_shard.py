@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from ostinato.checkpoint.load import CheckpointLoader
 from ostinato.checkpoint.quantization import load_quantization
 from ostinato.checkpoint.reader import CheckpointReader
 from ostinato.checkpoint.storage.base import Target
-from ostinato.models import UnsupportedModelError, family_of
+from ostinato.models import UnsupportedModelError, family_of, read_config
 from ostinato.models.layout import DecoderLayout
 from ostinato.models.parts import LinearPart
 
@@ -84,8 +83,9 @@ def test_outputs_of_ranks_add_up(stored: tuple[str, Path], name: str) -> None:
     assert torch.allclose(total, expected, atol=tolerance, rtol=0)
 
 
-def test_tables_of_the_vocabulary_stand_one_under_another(tmp_path: Path) -> None:
-    save_plain(tmp_path, random_model(CONFIG))
+@pytest.mark.parametrize("vocab_size", [60, 61])
+def test_tables_of_the_vocabulary_stand_one_under_another(vocab_size: int, tmp_path: Path) -> None:
+    save_plain(tmp_path, random_model(LlamaConfig(**{**SHAPE, "vocab_size": vocab_size})))
     whole, *ranks = layouts(tmp_path, 4)
     with CheckpointReader(tmp_path) as reader:
         load = loader(reader, tmp_path)
@@ -98,6 +98,21 @@ def test_tables_of_the_vocabulary_stand_one_under_another(tmp_path: Path) -> Non
     assert all(torch.equal(norm, norms[0]) for norm in norms)
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "rows"),
+    [
+        # Of q 32 rows, of k and v 16 each; of gate and up 48 each.
+        ("phi3", "qkv", [slice(16, 32), slice(40, 48), slice(56, 64)]),
+        ("phi3", "gate_up", [slice(24, 48), slice(72, 96)]),
+        ("glm4", "gate_up", [slice(24, 48), slice(72, 96)]),
+    ],
+)
+def test_ranks_divide_every_section_of_a_matrix(name: str, part: str, rows: list[slice]) -> None:
+    config = read_config(MODELS[name].to_dict())
+    layer = family_of(config).layout(config).shard(1, 2).layers[0]
+    assert [module.kept_rows for module in getattr(layer, part).modules] == rows
+
+
 def test_ranks_beyond_the_kv_heads_keep_the_same_ones(tmp_path: Path) -> None:
     save_plain(tmp_path, random_model(CONFIG))
     _, *ranks = layouts(tmp_path, 4)
@@ -108,16 +123,32 @@ def test_ranks_beyond_the_kv_heads_keep_the_same_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "size", "message"),
+    ("sizes", "size", "message"),
     [
-        (CONFIG, 3, r"q_proj: got 4 for 3 ranks, expected a multiple"),
-        (MODELS["llama"], 2, r"embed_tokens.weight: got 61 for 2 ranks, expected a multiple"),
+        ({}, 3, r"q_proj: got 4 groups of 8 rows for 3 ranks, expected a multiple of 3$"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96},
+            6,
+            r"k_proj: got 4 groups of 8 rows for 6 ranks, expected a multiple of 6 or a divisor of "
+            r"it$",
+        ),
+        (
+            {"intermediate_size": 50},
+            4,
+            r"gate_proj: got 50 rows for 4 ranks, expected a multiple of 4",
+        ),
+        (
+            {"vocab_size": 5},
+            4,
+            r"embed_tokens\.weight: got 5 rows for 4 ranks, expected some for the last rank where "
+            r"the others have 2 each",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(
-    config: Any, size: int, message: str, tmp_path: Path
+    sizes: dict[str, int], size: int, message: str, tmp_path: Path
 ) -> None:
-    save_plain(tmp_path, random_model(config))
+    save_plain(tmp_path, random_model(LlamaConfig(**{**SHAPE, **sizes})))
     with pytest.raises(UnsupportedModelError, match=message):
         layouts(tmp_path, size)
 

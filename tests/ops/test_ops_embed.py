@@ -90,6 +90,30 @@ def test_one_token_in_one_set_many_times(device: torch.device) -> None:
     assert seen.nonzero().tolist() == [[2, 29]]
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dim", [8, 61, 2056])
+def test_tables_of_ranks_add_up_to_the_whole(
+    dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    whole = table_of(50, dim, dtype, device)
+    tokens = torch.tensor([0, 18, 19, 37, 38, 49, 7, -1], device=device)
+    rows = torch.arange(len(tokens), device=device)
+    total = torch.zeros(len(tokens), dim, dtype=dtype, device=device)
+    marks = []
+    for first in (0, 19, 38):  # the last of which has fewer rows than the others
+        seen = torch.zeros(len(tokens), 50, dtype=torch.bool, device=device)
+        marked = {"seen": seen, "seen_rows": rows}
+        table = whole[first : first + 19]
+        part = ops.embed(tokens, table, first_id=first, vocabulary=50, **marked)
+        held = ((tokens >= first) & (tokens < first + 19)) | ((tokens < 0) & (first == 38))
+        assert not part[~held].any()
+        total += part
+        marks.append(seen)
+    assert_same_bits(total, whole[tokens])
+    assert all(torch.equal(seen, marks[0]) for seen in marks)
+    assert torch.equal(marks[0].nonzero()[:, 1], tokens % 50)
+
+
 def test_rows_before_the_padding_are_as_ever(device: torch.device) -> None:
     table = table_of(30, 40, torch.float16, device)
     tokens, rows = torch.arange(9, device=device), torch.arange(9, device=device)
@@ -156,6 +180,10 @@ BAD = [
     ({"out": torch.zeros(4, 8).half()}, TypeError, "out: got dtype torch.float16"),
     ({"out": torch.zeros(3, 8)}, ValueError, r"out: got shape \[3, 8\], expected \[4, 8\]"),
     ({"out": torch.zeros(1, 8).expand(4, 8)}, ValueError, "out: got strides"),
+    ({"first_id": 2}, ValueError, "first_id: got 2, expected 0 without a vocabulary"),
+    ({"first_id": -1, "vocabulary": 9}, ValueError, "first_id: got -1, expected at least 0"),
+    ({"first_id": 2, "vocabulary": 7}, ValueError, "vocabulary: got 7, expected at least 8"),
+    ({"vocabulary": 9}, ValueError, r"seen: got shape \[2, 6\], expected \[S, 9\]"),
     ({"check_bounds": 1}, TypeError, "check_bounds: got int, expected a bool"),
     ({"stream": 0}, ValueError, "stream: got 0, expected None"),
 ]

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ...models.layout import DecoderLayout
-from ...models.parts import LinearPart, Module, NormPart
+from ...models.modules import Module
+from ...models.parts import LinearPart, NormPart
 
 
 @dataclass

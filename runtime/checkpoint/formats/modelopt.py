@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...models.parts import Module, TensorSpec
+from ...models.modules import Module, TensorSpec
 from ..exclusions import all_but
 from ..files import is_there
 from ..format import Format, Quantization

@@ -11,7 +11,8 @@ import torch
 from ...jit.variant import Variant
 from ...models.experts.products import Experts
 from ...models.layers import Linear
-from ...models.parts import ExpertsPart, Module, Scheme, TensorSpec
+from ...models.modules import Module, TensorSpec
+from ...models.parts import ExpertsPart, Scheme
 from ..errors import CheckpointError, UnsupportedCheckpointError
 from ..finite import is_finite
 from ..reader import CheckpointReader, require_finite
@@ -45,6 +46,14 @@ class StoredScheme(Scheme, Protocol):
     def input_factors(self, module: Module) -> TensorSpec | None:
         """Return factors [columns] of the module's input, which a file may hold, or None."""
         return None
+
+    def check_shares(self, modules: Sequence[Module]) -> None:
+        """Check what a rank keeps of the modules of one product, reading nothing.
+
+        Raises:
+            UnsupportedCheckpointError: naming a module, where it divides what has one scale.
+        """
+        return
 
     def build(self, reader: CheckpointReader, modules: Sequence[Module], target: Target) -> Linear:
         """Return the layer whose rows are those of the modules, one after another.

@@ -11,7 +11,8 @@ from ...jit.variant import Variant
 from ...models.experts.products import DenseExperts, experts_kernels
 from ...models.kinds import InputKind
 from ...models.layers import DenseLinear, dense_kernels
-from ...models.parts import ExpertsPart, Module, TensorSpec
+from ...models.modules import Module, TensorSpec
+from ...models.parts import ExpertsPart
 from ..reader import CheckpointReader
 from .base import StoredScheme, Target, biases, stack, weight_of
 

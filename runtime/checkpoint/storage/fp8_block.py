@@ -13,8 +13,10 @@ from ...jit.variant import Variant
 from ...models.block_linear import BlockFP8Linear
 from ...models.experts.products import BlockFP8Experts, experts_kernels
 from ...models.kinds import InputKind
-from ...models.parts import ExpertsPart, Module, TensorSpec
+from ...models.modules import Module, TensorSpec
+from ...models.parts import ExpertsPart
 from ...ops.common.sizes import ceil_div
+from ...ops.linear.block_scales import check_channels
 from ...ops.linear.precompile import block_kernels
 from ..errors import UnsupportedCheckpointError
 from ..reader import CheckpointReader
@@ -80,6 +82,16 @@ class FP8BlockScheme(StoredScheme):
             device=device,
         )
 
+    def check_shares(self, modules: Sequence[Module]) -> None:
+        """Check that columns are divided where blocks end, and rows as finely as kernels can."""
+        for module in modules:
+            _check_columns(module)
+        try:
+            check_channels([module.kept_rows or slice(0, module.rows) for module in modules])
+        except ValueError as error:
+            names = ", ".join(dict.fromkeys(module.name for module in modules))
+            raise UnsupportedCheckpointError(f"{names}: {error}") from error
+
     def build(
         self, reader: CheckpointReader, modules: Sequence[Module], target: Target
     ) -> BlockFP8Linear:
@@ -89,6 +101,7 @@ class FP8BlockScheme(StoredScheme):
             UnsupportedCheckpointError: naming the module, where a rank's part of it, or a module
                 that others follow, would divide blocks more finely than kernels can.
         """
+        self.check_shares(modules)
         bias = biases(reader, modules, target)
         weights = [weight_of(module, self.weight(module)) for module in modules]
         weight = stack(reader, weights, self.dtype, target.device)
@@ -105,14 +118,12 @@ class FP8BlockScheme(StoredScheme):
         self, reader: CheckpointReader, part: ExpertsPart, target: Target
     ) -> BlockFP8Experts:
         """Return the grouped products; the rows of each module keep their blocks."""
-        modules = tuple(part.stored())
-        weights = [weight_of(module, self.weight(module)) for module in modules]
+        products = tuple(part.products())
+        for modules in products:
+            self.check_shares(modules)
+        weights = [weight_of(module, self.weight(module)) for module in part.stored()]
         weight = stack(reader, weights, self.dtype, target.device)
-        each = len(modules) // part.num_experts
-        scales = [
-            self._scales(reader, modules[first : first + each])
-            for first in range(0, len(modules), each)
-        ]
+        scales = [self._scales(reader, modules) for modules in products]
         return BlockFP8Experts(
             weight=weight.view(part.num_experts, *part.shape),
             gated=part.gated,
@@ -127,22 +138,24 @@ class FP8BlockScheme(StoredScheme):
 
     def _scales(self, reader: CheckpointReader, modules: Sequence[Module]) -> torch.Tensor:
         """Return the scales of a product's channels; see `ops.channel_scales`."""
-        try:
-            return ops.channel_scales([self._blocks(reader, module) for module in modules])
-        except ValueError as error:
-            names = ", ".join(module.name for module in modules)
-            raise UnsupportedCheckpointError(f"{names}: {error}") from error
+        return ops.channel_scales([self._blocks(reader, module) for module in modules])
 
     def _blocks(self, reader: CheckpointReader, module: Module) -> tuple[torch.Tensor, slice]:
         """Return the scales of the blocks of all rows and the kept columns, and the kept rows."""
         spec = self.weight_scale(module)
         scales = read_scale(reader, spec).reshape(spec.shape)
         if module.kept_columns is not None:
-            first, end = module.kept_columns.start, module.kept_columns.stop
-            if first % BLOCK or (end % BLOCK and end != module.columns):
-                raise UnsupportedCheckpointError(
-                    f"{module.name}: got columns {first} to {end} for a rank, expected multiples "
-                    f"of {BLOCK}, the blocks of the weight"
-                )
-            scales = scales[:, first // BLOCK : ceil_div(end, BLOCK)]
+            kept = module.kept_columns
+            scales = scales[:, kept.start // BLOCK : ceil_div(kept.stop, BLOCK)]
         return scales, module.kept_rows or slice(0, module.rows)
+
+
+def _check_columns(module: Module) -> None:
+    if module.kept_columns is None:
+        return
+    first, end = module.kept_columns.start, module.kept_columns.stop
+    if first % BLOCK or (end % BLOCK and end != module.columns):
+        raise UnsupportedCheckpointError(
+            f"{module.name}: got columns {first} to {end} for a rank, expected multiples of "
+            f"{BLOCK}, the blocks of the weight"
+        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...models import KVScales, ModelConfig
-from ...models.parts import TensorSpec
+from ...models.modules import TensorSpec
 from ..reader import CheckpointReader
 from ..scales import read_scale
 from ..section import Section

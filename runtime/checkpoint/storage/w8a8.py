@@ -12,7 +12,8 @@ from ...models.asymmetric_linear import AsymmetricLinear
 from ...models.experts.products import W8A8Experts, experts_kernels
 from ...models.kinds import InputKind
 from ...models.layers import W8A8Linear
-from ...models.parts import ExpertsPart, Module, TensorSpec
+from ...models.modules import Module, TensorSpec
+from ...models.parts import ExpertsPart
 from ...ops.linear.precompile import layer_kernels
 from ..errors import UnsupportedCheckpointError
 from ..reader import CheckpointReader

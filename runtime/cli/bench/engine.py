@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from ...bench.shapes import HEAD_PRECISIONS, PRECISIONS, SHAPES
 from ..command import Parser, UserError, check_folder, user_errors
-from ..device import add_device_flag, resolve_device
+from ..device import add_device_flag
 from ..model_flags import add_batch_invariant_flag, add_kv_cache_flags, add_page_size_flag
+from ..ranks import add_rank_flags, communicator_of, device_of, ranks_of
 from .output import add_targets_flag
 from .picture import add_plot_flag, check_plot_flag, plot
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ...bench.engine import EnginePlan, EngineRow, FirstTokenRow, StartUp
     from ...bench.report import Report
     from ...models import ModelConfig
+    from ...parallel import Ranks
 
 _HEADER = f"{'case':<32}{'impl':<36}{'µs/step':>12}{'tokens/s':>12}{'TB/s':>10}"
 _HEADER += f"{'short texts, s':>18}{'long texts, s':>18}"
@@ -79,6 +81,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     add_plot_flag(engine)
     add_targets_flag(engine)
     add_device_flag(engine)
+    add_rank_flags(engine)
     engine.set_defaults(run=_run)
 
 
@@ -86,6 +89,11 @@ def _run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
     check_plot_flag(args.plot)
 
+    with ranks_of(args) as ranks:
+        return _bench(args, ranks)
+
+
+def _bench(args: argparse.Namespace, ranks: Ranks | None) -> int:
     import torch
 
     from ...bench.engine import EnginePlan, TooShortError
@@ -99,20 +107,23 @@ def _run(args: argparse.Namespace) -> int:
     )
     config = read_config(SHAPES[args.shape])
     with user_errors(ValueError):
-        device = resolve_device(args.device)
+        device = device_of(args)
         plan.check(config)
         for stored in args.kv_cache_dtype:
             kv_format(config, None, stored, args.kv_scales)
     targets = {} if args.targets is None else _targets(args.targets)
     report = Report.for_device(device)
-    print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
+    leads = ranks is None or ranks.leads
+    if leads:
+        print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
     with user_errors(OSError, MemoryError, TooShortError, torch.OutOfMemoryError):
         for dtype, stored in product(args.dtype, args.kv_cache_dtype):
             each = replace(plan, kv_cache_dtype=stored)
-            _measure(args, each, config, dtype, device, report, targets)
+            _measure(args, each, config, dtype, device, report, targets, ranks)
             gc.collect()  # steps and runners refer to each other
             free_unused()
-    plot(args.plot, "engine", report)
+    if leads:
+        plot(args.plot, "engine", report)
     return 0
 
 
@@ -124,12 +135,14 @@ def _measure(
     device: torch.device,
     report: Report,
     targets: dict[tuple[str, str], float],
+    ranks: Ranks | None,
 ) -> None:
     from ...bench.engine import EngineRow, StartUp, engine_for, time_engine
     from ...bench.step.run import implementation
     from ...bench.weights import random_decoder
     from ...models import compile_kernels, kv_format
 
+    name = args.shape if ranks is None else f"{args.shape} tp{ranks.size}"
     began = time.perf_counter()
     model = random_decoder(
         config,
@@ -138,17 +151,21 @@ def _measure(
         max_context=plan.context,
         lm_head=args.lm_head,
         batch_invariant=args.batch_invariant,
+        communicator=communicator_of(ranks, device),
     )
     loaded = time.perf_counter()
-    stored = kv_format(config, model.kv_scales, plan.kv_cache_dtype, plan.kv_scales)
+    stored = kv_format(model.config, model.kv_scales, plan.kv_cache_dtype, plan.kv_scales)
     compile_kernels(model, stored)
     compiled = time.perf_counter()
-    engine = engine_for(model, plan)
+    engine = engine_for(model, plan, ranks)
     made = time.perf_counter()
+    if ranks is not None and not ranks.leads:
+        engine.follow()
+        return
     try:
         captured = engine.capture(sorted(set(plan.batches)))
         start_up = StartUp.of(
-            args.shape,
+            name,
             implementation(model, stored),
             load_s=loaded - began,
             compile_s=compiled - loaded,
@@ -157,7 +174,7 @@ def _measure(
         )
         print(start_up, flush=True)
         _keep(start_up, report, args.json)
-        for row in time_engine(engine, args.shape, plan):
+        for row in time_engine(engine, name, plan):
             line = _line(row, targets) if isinstance(row, EngineRow) else _first_token_line(row)
             print(line, flush=True)
             _keep(row, report, args.json)
@@ -191,7 +208,7 @@ def _targets(path: Path) -> dict[tuple[str, str], float]:
 
 
 def _line(row: EngineRow, targets: dict[tuple[str, str], float]) -> str:
-    batch = int(row.case.split()[1][1:])
+    batch = int(row.case.split()[-2][1:])  # behind the shape, and perhaps the number of ranks
     line = f"{row.case:<32}{row.impl:<36}{row.us:>12.1f}{batch / row.us * 1e6:>12.4g}"
     line += f"{row.tb_s:>10.3g}"
     for seconds in (row.short_s, row.long_s):

@@ -20,7 +20,7 @@ from ...checkpoint.section import CONFIG_FILE
 from ...checkpoint.storage.base import StoredScheme, Target
 from ...checkpoint.storage.dense import DENSE
 from ...jit.variant import Variant
-from ...models.parts import DENSE_DTYPES, Module
+from ...models.modules import DENSE_DTYPES, Module
 from ...ops.linear.precompile import precompile
 from .linear_module import QuantizedLinear
 

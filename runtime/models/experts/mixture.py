@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from ... import ops
+from ...ops.collective.communicator import Communicator
+from ...ops.collective.partial_sum import PartialSum
 from ..kinds import InputKind
-from ..layers import Linear
+from ..layers import Layer, Linear
+from ..norms import Addend
 from .config import ExpertsConfig
 from .products import Experts
 
@@ -17,6 +20,9 @@ from .products import Experts
 @dataclass
 class Mixture:
     """A router, the experts it chooses from, and what all tokens go to besides.
+
+    Of several ranks each has a part of every expert and of the shared one: what it returns is a
+    part of a sum. All of them have the whole router, and choose alike.
 
     `router` has a logit in fp32 for each expert; `correction` [experts] fp32 is added to scores for
     the choice. `shared_gate` has one logit, of the weight of the shared expert's results. What a
@@ -28,12 +34,13 @@ class Mixture:
     down: Experts
     correction: torch.Tensor | None = None
     shared_gate_up: Linear | None = None
-    shared_down: Linear | None = None
+    shared_down: Layer | None = None
     shared_gate: Linear | None = None
+    communicator: Communicator | None = None
 
     def __call__(
         self, x: torch.Tensor, config: ExpertsConfig, n_active: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> Addend:
         """Map x [T, hidden_size], normalised, to the sum of what its experts make of each token.
 
         A token whose logits are not numbers gets NaN, and changes no other's results.
@@ -59,12 +66,15 @@ class Mixture:
         shared = gate = None
         if self.shared_gate_up is not None and self.shared_down is not None:
             gate_up = self.shared_gate_up(x, n_active)
-            shared = self.shared_down.after_activation(gate_up, "silu_mul", n_active)
+            made = self.shared_down.after_activation(gate_up, "silu_mul", n_active)
+            # A rank's part of it is added up with that of the experts.
+            shared = made.values if isinstance(made, PartialSum) else made
         if self.shared_gate is not None:
             gate = self.shared_gate(x, n_active)
-        return ops.moe_combine(y, plan, shared=shared, shared_gate=gate).total
+        total = ops.moe_combine(y, plan, shared=shared, shared_gate=gate).total
+        return total if self.communicator is None else PartialSum(total, self.communicator)
 
-    def linears(self) -> Iterator[tuple[str, InputKind, Linear]]:
+    def linears(self) -> Iterator[tuple[str, InputKind, Layer]]:
         """Yield the layers that all tokens go through, and what comes before each."""
         yield "router", "per_token", self.router
         if self.shared_gate_up is not None and self.shared_down is not None:

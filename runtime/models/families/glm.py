@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..config import ModelConfig, full_attention, same_rope, standard_config
 from ..config_fields import Fields
 from ..layout import DecoderLayout
-from ..parts import Module
+from ..modules import Module, Section
 from ..registry import Family, register
 from .llama import LayerParts, Llama, layer_parts, layout_of
 
@@ -25,9 +25,9 @@ def layout(config: ModelConfig) -> DecoderLayout:
 
 def glm_parts(config: ModelConfig, index: int) -> LayerParts:
     """Return the parts of a layer."""
-    # One matrix [gate; up], which ranks can not divide as the one unit that it is.
-    name, rows = f"model.layers.{index}.mlp.gate_up_proj", 2 * config.intermediate_size
-    gate_up = Module(name, rows, config.hidden_size, units=1)
+    # One matrix [gate; up], each half of which ranks divide.
+    name, rows = f"model.layers.{index}.mlp.gate_up_proj", config.intermediate_size
+    gate_up = Module(name, 2 * rows, config.hidden_size, sections=(Section(rows),) * 2)
     usual = layer_parts(config, index)
     return replace(usual, gate_up=replace(usual.gate_up, modules=(gate_up,)))
 

@@ -15,7 +15,8 @@ from ..config import (
 )
 from ..config_fields import Fields
 from ..layout import DecoderLayout
-from ..parts import TensorPart, TensorSpec
+from ..modules import TensorSpec
+from ..parts import TensorPart
 from ..registry import Family, register
 from ..rope import RopeConfig
 from .granite import with_multipliers

@@ -10,6 +10,8 @@ import torch
 
 from ... import ops
 from ...jit.variant import Variant
+from ...ops.collective.communicator import Communicator
+from ...ops.collective.partial_sum import PartialSum
 from ...ops.linear.quantize_cuda import GATED
 from ..attention import Attention, HeadNorms
 from ..cache import PagedKVCache
@@ -18,13 +20,15 @@ from ..config_fields import Fields
 from ..decoder import AttentionInputs, Decoder, ExpertsUse, LinearUse, SeenRows
 from ..folding import build
 from ..kinds import InputKind
-from ..kv_format import KVFormat, kv_format
-from ..kv_scales import KVScales
-from ..layers import Linear, Sampling, tensors_of
+from ..kv_format import KVFormat, KVScales, kv_format
+from ..layers import Layer, Linear, Sampling, tensors_of
 from ..layout import DecoderLayout
-from ..norms import Norm
-from ..parts import LinearPart, Loader, Module, NormPart, TensorPart, TensorSpec
+from ..modules import Module, TensorSpec, uneven_width
+from ..norms import Addend, Norm, summed
+from ..parts import LinearPart, Loader, NormPart, TensorPart
+from ..ranks import GatheredHead, normalized_heads
 from ..registry import Family, family_of, register
+from ..required_kernels import collective_kernels
 
 # What takes up factors of the input of each linear layer; see `LinearPart.after`.
 _FOLDED_INTO = {
@@ -46,10 +50,10 @@ class DecoderLayer:
 
     input_norm: Norm
     qkv: Linear
-    o: Linear
+    o: Layer
     post_attention_norm: Norm
     gate_up: Linear
-    down: Linear
+    down: Layer
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: torch.Tensor | None = None
@@ -99,8 +103,8 @@ class Llama(Decoder):
     `_layer` of its own.
 
     Args:
-        config: shape of the model.
-        embedding: [vocab_size, hidden_size].
+        config: shape of the model, or of a rank's share of it.
+        embedding: [vocab_size, hidden_size], or a rank's rows of it.
         layers: one `layer_type` per layer.
         norm: of the last layer's output.
         lm_head: output projection with fp32 results; its weight is `embedding` itself when the two
@@ -108,6 +112,7 @@ class Llama(Decoder):
         max_context: longest sequence served; sizes the RoPE table.
         batch_invariant: whether attention gives a sequence the same bits whatever others are served
             beside it, at the price of its fastest kernel for few sequences.
+        communicator: joins the ranks that divide the model; None for one of its own.
 
     Raises:
         ValueError: when `max_context` exceeds the model's trained positions.
@@ -125,6 +130,7 @@ class Llama(Decoder):
         *,
         max_context: int | None = None,
         batch_invariant: bool = True,
+        communicator: Communicator | None = None,
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -132,6 +138,7 @@ class Llama(Decoder):
         self.norm = norm
         self.lm_head = lm_head
         self.batch_invariant = batch_invariant
+        self.communicator = communicator
         self.kv_scales: KVScales | None = None
         self.max_context = config.context(max_context)
         self.attention = Attention(config, self.max_context, embedding.device)
@@ -162,6 +169,8 @@ class Llama(Decoder):
         norm = parts.norm.build(loader)
         if config.logits_scale != 1.0:
             lm_head, norm = lm_head.scaled(norm, config.logits_scale)
+        if loader.communicator is not None:
+            lm_head = GatheredHead(lm_head, loader.communicator, config.vocab_size)
         factor = cls.embedding_factor(config)
         if factor != 1.0:
             # Rounded as a product of the looked-up rows would be. A tied head keeps the original.
@@ -174,6 +183,7 @@ class Llama(Decoder):
             lm_head,
             max_context=max_context,
             batch_invariant=batch_invariant,
+            communicator=loader.communicator,
         )
 
     @property
@@ -225,6 +235,8 @@ class Llama(Decoder):
             found += linear.kernels(kind, self.config.dtype)
         for _, experts in self.experts():
             found += experts.kernels(self.config.dtype)
+        if self.communicator is not None:
+            found += collective_kernels(self.config.dtype, self.communicator.size, found)
         return found
 
     def __call__(
@@ -241,11 +253,16 @@ class Llama(Decoder):
 
         Shapes, dtypes and the other methods are those of `Decoder`.
         """
-        x, residual = self.hidden(tokens, positions, attention, cache, n_active=n_active, seen=seen)
-        return self.logits(x, residual, n_active=n_active)
+        call = Call(positions, attention, cache, n_active)
+        return self._logits(*self._hidden(tokens, call, seen), n_active)
 
     def logits(
         self, x: torch.Tensor, residual: torch.Tensor, *, n_active: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._logits(x, residual, n_active)
+
+    def _logits(
+        self, x: Addend, residual: torch.Tensor, n_active: torch.Tensor | None
     ) -> torch.Tensor:
         logits, _ = self.lm_head.after_norm(x, residual, self.norm, n_active)
         logits = logits.float()
@@ -264,7 +281,7 @@ class Llama(Decoder):
         n_active: torch.Tensor | None = None,
         seen: SeenRows | None = None,
     ) -> ops.Logits:
-        x, residual = self.hidden(tokens, positions, attention, cache, n_active=n_active, seen=seen)
+        x, residual = self._hidden(tokens, Call(positions, attention, cache, n_active), seen)
         logits = self.lm_head.logits_after_norm(x, residual, self.norm, sampling, n_active)
         if self.config.logits_softcap:
             ops.softcap(
@@ -286,17 +303,24 @@ class Llama(Decoder):
         n_active: torch.Tensor | None = None,
         seen: SeenRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = None
-        x = self._embed(tokens, n_active, seen)
         call = Call(positions, attention, cache, n_active)
+        x, residual = self._hidden(tokens, call, seen)
+        return summed(x), residual
+
+    def _hidden(
+        self, tokens: torch.Tensor, call: Call, seen: SeenRows | None
+    ) -> tuple[Addend, torch.Tensor]:
+        """Do as `hidden`; the last layer's output may be a rank's part of a sum."""
+        residual = None
+        x = self._embed(tokens, call.n_active, seen)
         for index in range(len(self.layers)):
             x, residual = self._layer(index, x, residual, call)
         assert residual is not None, "a model has a layer"
         return x, residual
 
     def _layer(
-        self, index: int, x: torch.Tensor, residual: torch.Tensor | None, call: Call
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, index: int, x: Addend, residual: torch.Tensor | None, call: Call
+    ) -> tuple[Addend, torch.Tensor]:
         """Compute a layer: of x and what is to be added to it, [T, hidden_size] each, the next."""
         layer, n_active = self.layers[index], call.n_active
         qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, n_active)
@@ -312,14 +336,20 @@ class Llama(Decoder):
 
     def _embed(
         self, tokens: torch.Tensor, n_active: torch.Tensor | None, seen: SeenRows | None
-    ) -> torch.Tensor:
-        return ops.embed(
+    ) -> Addend:
+        first_id, vocabulary, ranks = 0, self.config.vocab_size, self.communicator
+        if ranks is not None:
+            first_id = ranks.rank * uneven_width(vocabulary, ranks.size)
+        x = ops.embed(
             tokens,
             self.embedding,
             seen=None if seen is None else seen.mask,
             seen_rows=None if seen is None else seen.rows,
+            first_id=first_id,
+            vocabulary=vocabulary,
             n_active=n_active,
         )
+        return x if ranks is None else PartialSum(x, ranks)
 
     def _attend(self, index: int, qkv: torch.Tensor, call: Call) -> torch.Tensor:
         """Return what attention makes of qkv [T, q_size + 2 kv_size]: [T, q_size]."""
@@ -345,7 +375,7 @@ class Llama(Decoder):
         config = self.config
         q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
         if layer.all_q_norm is not None:
-            q, k = layer.all_q_norm(q), layer.all_k_norm(k)
+            q, k = normalized_heads(layer.all_q_norm, layer.all_k_norm, q, k)
         return q, k, v
 
 
@@ -373,9 +403,11 @@ def layout_of(config: ModelConfig, layer: Callable[[ModelConfig, int], Any]) -> 
     copy = TensorSpec(names[1:], (vocabulary,), required=False)
     # Of tied weights `safetensors.torch.save_model` keeps the name that sorts first.
     embedding = TensorSpec(names if tied else names[:1], (vocabulary,))
-    head = LinearPart((Module("lm_head", *vocabulary),), config.norm.input_kind, "rows")
+    head = LinearPart(
+        (Module("lm_head", *vocabulary, uneven=True),), config.norm.input_kind, "rows"
+    )
     return DecoderLayout(
-        embedding=TensorPart(embedding, True),
+        embedding=TensorPart(embedding, divided=True, uneven=True),
         layers=tuple(layer(config, index) for index in range(config.num_layers)),
         norm=norm_part(config, "model.norm"),
         lm_head=None if tied else head,
@@ -433,24 +465,6 @@ def norm_part(config: ModelConfig, name: str, shape: tuple[int, ...] | None = No
     shape = shape or (config.hidden_size,)
     bias = TensorSpec((f"{name}.bias",), (shape,)) if config.norm.has_bias else None
     return NormPart(TensorSpec((f"{name}.weight",), (shape,)), bias, config.norm)
-
-
-def norms_of_heads(
-    config: ModelConfig, q_name: str, k_name: str, part: type[NormPart] = NormPart
-) -> tuple[NormPart, NormPart]:
-    """Return norms with weights for each head of q, and of k.
-
-    The names are those of the stored weights, or of what `part` makes of them.
-    """
-
-    def norm(name: str, heads: int, *, replicated: bool) -> NormPart:
-        weight = TensorSpec((name,), ((heads, config.head_dim),))
-        return part(weight, None, config.norm, of_heads=True, replicated=replicated)
-
-    return (
-        norm(q_name, config.num_heads, replicated=False),
-        norm(k_name, config.num_kv_heads, replicated=True),
-    )
 
 
 def _config(fields: Fields) -> ModelConfig:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import ModelConfig, Ropes, Windows, full_attention, same_rope, standard_config
-from ..config_fields import Fields, UnsupportedModelError
+from ..config_fields import Fields
 from ..kinds import InputKind
-from ..layers import Linear
+from ..layers import Layer, Linear
 from ..layout import DecoderLayout
-from ..norms import Norm
-from ..parts import LinearPart, NormPart
+from ..modules import share
+from ..norms import Addend, Norm, summed
+from ..parts import LinearPart, Loader, NormPart
+from ..ranks import NormOverRanks
 from ..registry import Family, register
 from ..required_kernels import kernels_with_norms
 from .llama import Call, Llama, input_kinds, layer_parts, layout_of, norm_part
@@ -26,10 +28,10 @@ class PostNormLayer:
     """
 
     qkv: Linear
-    o: Linear
+    o: Layer
     attention_output_norm: Norm
     gate_up: Linear
-    down: Linear
+    down: Layer
     mlp_output_norm: Norm
     q_norm: Norm | None = None
     k_norm: Norm | None = None
@@ -54,17 +56,30 @@ class PostNormParts:
     mlp_output_norm: NormPart
 
 
-@dataclass(frozen=True)
-class UndividedNorm(NormPart):
-    """The weight of a norm over what ranks divide: its mean of squares is of no rank alone."""
+@dataclass(frozen=True, kw_only=True)
+class NormOverHeads(NormPart):
+    """The weight of a norm over all heads, which every rank keeps whole.
 
-    def shard(self, rank: int, size: int) -> UndividedNorm:
-        """Return the norm, for a single rank."""
-        if size > 1:
-            raise UnsupportedModelError(
-                f"{self.weight.name}: got {size} ranks, expected 1 for a norm over all heads"
-            )
-        return self
+    Args:
+        heads: which ranks divide.
+        kept: what a rank has of the weight's elements; None is all.
+    """
+
+    heads: int
+    kept: slice | None = None
+
+    def shard(self, rank: int, size: int) -> NormOverHeads:
+        """Return the norm of a rank that has some of the heads, or one of them with others."""
+        name, (elements,) = self.weight.name, self.weight.shape
+        kept = share(name, elements, self.heads, rank, size, replicated=self.replicated)
+        return replace(self, kept=kept)
+
+    def build(self, loader: Loader) -> Norm:
+        """Return the norm."""
+        norm = super().build(loader)
+        if self.kept is None or loader.communicator is None:
+            return norm
+        return NormOverRanks(**vars(norm), kept=self.kept, communicator=loader.communicator)
 
 
 class PostNormLlama(Llama):
@@ -78,19 +93,18 @@ class PostNormLlama(Llama):
         return {**input_kinds(config), "qkv": "per_token", "gate_up": "per_token"}
 
     def _layer(
-        self, index: int, x: torch.Tensor, residual: torch.Tensor | None, call: Call
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, index: int, x: Addend, residual: torch.Tensor | None, call: Call
+    ) -> tuple[Addend, torch.Tensor]:
         layer, n_active = self.layers[index], call.n_active
-        if residual is not None:
-            x = self._sum(x, residual)
-        attended = self._attend(index, layer.qkv(x, n_active), call)
+        stream = summed(x) if residual is None else self._sum(x, residual)
+        attended = self._attend(index, layer.qkv(stream, n_active), call)
         attended = layer.attention_output_norm(layer.o(attended, n_active))
-        residual = self._sum(attended, x)
-        gate_up = layer.gate_up(residual, n_active)
-        x = layer.down.after_activation(gate_up, self.config.activation, n_active)
-        return layer.mlp_output_norm(x), residual
+        stream = self._sum(attended, stream)
+        gate_up = layer.gate_up(stream, n_active)
+        returned = layer.down.after_activation(gate_up, self.config.activation, n_active)
+        return layer.mlp_output_norm(returned), stream
 
-    def _sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def _sum(self, x: Addend, residual: torch.Tensor) -> torch.Tensor:
         """Return x + residual, which the kernel of norms gives beside a norm that is not read."""
         return self.norm.of_sum(x, residual)[1]
 
@@ -109,11 +123,14 @@ def norms_over_all_heads(config: ModelConfig, index: int) -> tuple[NormPart, Nor
     """Return the norms over all heads of q, and of k, of the layer of an index."""
     prefix = f"model.layers.{index}.self_attn."
 
-    def norm(name: str, size: int) -> NormPart:
-        usual = norm_part(config, f"{prefix}{name}_norm", (size,))
-        return UndividedNorm(usual.weight, None, config.norm)
+    def norm(name: str, heads: int, *, replicated: bool) -> NormPart:
+        usual = norm_part(config, f"{prefix}{name}_norm", (heads * config.head_dim,))
+        return NormOverHeads(usual.weight, None, config.norm, replicated=replicated, heads=heads)
 
-    return norm("q", config.q_size), norm("k", config.kv_size)
+    return (
+        norm("q", config.num_heads, replicated=False),
+        norm("k", config.num_kv_heads, replicated=True),
+    )
 
 
 def post_norm_parts(config: ModelConfig, index: int) -> PostNormParts:

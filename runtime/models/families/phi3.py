@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..config import ModelConfig, read_rope, standard_config, uniform_window
 from ..config_fields import Fields
 from ..layout import DecoderLayout
-from ..parts import Module
+from ..modules import Module, Section
 from ..registry import Family, register
 from ..rope import RopeConfig
 from .glm import glm_parts
@@ -19,9 +19,11 @@ def _layout(config: ModelConfig) -> DecoderLayout:
 
 
 def _parts(config: ModelConfig, index: int) -> LayerParts:
-    # One matrix [q; k; v], which ranks can not divide as the one unit that it is.
+    # One matrix [q; k; v], of which ranks divide each.
     name, rows = f"model.layers.{index}.self_attn.qkv_proj", config.q_size + 2 * config.kv_size
-    qkv = Module(name, rows, config.hidden_size, units=1)
+    q = Section(config.q_size, config.num_heads)
+    kv = Section(config.kv_size, config.num_kv_heads, replicated=True)
+    qkv = Module(name, rows, config.hidden_size, sections=(q, kv, kv))
     usual = glm_parts(config, index)
     return replace(usual, qkv=replace(usual.qkv, modules=(qkv,)))
 

@@ -7,6 +7,8 @@ every `SCALE_CHANNELS` channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..common.sizes import ceil_div, round_up
@@ -28,6 +30,22 @@ def aligned_scales(scales: torch.Tensor) -> torch.Tensor:
     return scales if is_aligned(scales) else aligned_copy(scales)
 
 
+def check_channels(kept: Sequence[slice]) -> None:
+    """Check which channels of each weight of a layer are taken; see `channel_scales`.
+
+    Raises:
+        ValueError: for channels that are no multiples of 8.
+    """
+    for index, channels in enumerate(kept):
+        count = channels.stop - channels.start
+        whole = index == len(kept) - 1 or count % SCALE_CHANNELS == 0
+        if channels.start % SCALE_CHANNELS or not whole:
+            raise ValueError(
+                f"blocks: got channels {channels.start} to {channels.stop} of a weight, "
+                f"expected multiples of {SCALE_CHANNELS}"
+            )
+
+
 def channel_scales(blocks: list[tuple[torch.Tensor, slice]]) -> torch.Tensor:
     """Return the scales of the channels of a layer, as `fp8_block_linear` takes them.
 
@@ -42,15 +60,10 @@ def channel_scales(blocks: list[tuple[torch.Tensor, slice]]) -> torch.Tensor:
     Raises:
         ValueError: for channels that are no multiples of 8.
     """
+    check_channels([kept for _, kept in blocks])
     rows = []
-    for index, (scales, kept) in enumerate(blocks):
+    for scales, kept in blocks:
         count = kept.stop - kept.start
-        whole = index == len(blocks) - 1 or count % SCALE_CHANNELS == 0
-        if kept.start % SCALE_CHANNELS or not whole:
-            raise ValueError(
-                f"blocks: got channels {kept.start} to {kept.stop} of a weight, "
-                f"expected multiples of {SCALE_CHANNELS}"
-            )
         first = kept.start + SCALE_CHANNELS * torch.arange(
             ceil_div(count, SCALE_CHANNELS), device=scales.device
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import MODELS, SHAPE, hf_logits, random_model
+from hf_models import MODELS, SHAPE, TOKENS, hf_logits, random_model
 from quantized_files import (
     FUSED,
     MARGINS,
@@ -19,6 +19,7 @@ from quantized_files import (
     sturdy_tokens,
     write_quantized,
 )
+from rank_models import logits_of_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
@@ -247,6 +248,13 @@ def test_scales_of_a_kv_cache_are_not_changed_in_silence(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedCheckpointError, match="beside scales of an 8-bit KV cache"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "arcee", "cohere"])
+def test_ranks_fold_what_one_device_folds(name: str, tmp_path: Path) -> None:
+    write(tmp_path, random_model(MODELS[name]), factors_of("all", name))
+    expected = sequence_logits(load_model(tmp_path), TOKENS)
+    assert (logits_of_ranks(tmp_path, 2, TOKENS) - expected).abs().max() <= 1e-4
 
 
 def test_ranks_fold_their_own_factors(tmp_path: Path) -> None:

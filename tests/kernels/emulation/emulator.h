@@ -162,6 +162,15 @@ template <class T>
 T __ldcg(const T* from) {
   return *from;
 }
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+inline unsigned atomicCAS(unsigned* at, unsigned expected, unsigned value) {
+  const unsigned before = *at;
+  *at = before == expected ? value : before;
+  return before;
+}
 inline unsigned atomicAdd(unsigned* at, unsigned by) {
   const unsigned before = *at;
   *at += by;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from ostinato.checkpoint.reader import CheckpointReader
 from ostinato.checkpoint.storage.base import Target
 from ostinato.models import UnsupportedModelError, family_of, read_config, sequence_logits
 from ostinato.models.experts.products import BlockFP8Experts, DenseExperts, W8A8Experts
-from ostinato.models.layout import DecoderLayout, shard
+from ostinato.models.layout import DecoderLayout
 
 
 def logits_of(folder: Path) -> torch.Tensor:
@@ -166,8 +165,7 @@ def test_ranks_divide_every_expert(scheme: str | None, together: bool, tmp_path:
 
 
 def _ranks(layout: DecoderLayout) -> list[DecoderLayout]:
-    """Return two ranks' shares of the layers alone: the vocabulary of 61 does not divide."""
-    return [replace(layout, layers=shard(layout.layers, rank, 2)) for rank in range(2)]
+    return [layout.shard(rank, 2) for rank in range(2)]
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

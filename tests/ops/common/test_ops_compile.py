@@ -13,6 +13,8 @@ from ops_cases import E4M3, assert_same_bits, int32
 
 from effort import effort
 from ostinato import ops
+from ostinato.ops.collective.communicator import Communicator, local_communicators
+from ostinato.ops.collective.peers import local_peers
 from ostinato.ops.moe.plan import MoePlan
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -27,12 +29,17 @@ OUTSIDE = {
 OPS = [name for name in ops.__all__ if isfunction(getattr(ops, name)) and name not in OUTSIDE]
 M, K, N, VOCABULARY = 3, 256, 128, 96
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
+RANKS: dict[str, Communicator] = {}  # of each kind of device: that of the only rank
 EXPERTS = 8
 
 
 def inputs(device: torch.device, draw: int) -> Tensors:
     """Return tensors for all of `CALLS`; those of another draw differ in nothing but values."""
     generator = torch.Generator().manual_seed(draw)
+    if device.type not in RANKS:
+        RANKS[device.type] = (
+            local_communicators(1)[0] if device.type == "cpu" else local_peers(1, device)[0]
+        )
 
     def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
@@ -132,6 +139,10 @@ def norm(t: Tensors) -> tuple[Any, ...]:
     return t["x"], t["norm"], 1e-6
 
 
+def summed(t: Tensors) -> tuple[Any, ...]:
+    return t["x"], RANKS[t["x"].device.type], t["norm"], 1e-6
+
+
 # A call of each op, by its name.
 CALLS: dict[str, Callable[[Tensors], Any]] = {
     "activation": lambda t: ops.activation(t["gated"], "gelu_mul"),
@@ -140,6 +151,13 @@ CALLS: dict[str, Callable[[Tensors], Any]] = {
         t["gated"], "silu_mul"
     ),
     "activation_quantize_per_group": lambda t: ops.activation_quantize_per_group(t["x"], "gelu"),
+    "all_gather": lambda t: ops.all_gather(*summed(t)[:2]),
+    "all_reduce": lambda t: ops.all_reduce(*summed(t)[:2]),
+    "all_reduce_norm": lambda t: ops.all_reduce_norm(*summed(t), residual=t["residual"]),
+    "all_reduce_norm_quantize": lambda t: ops.all_reduce_norm_quantize(*summed(t), INT8),
+    "all_reduce_norm_quantize_per_group": lambda t: ops.all_reduce_norm_quantize_per_group(
+        *summed(t), residual=t["residual"]
+    ),
     "append_kv": lambda t: ops.append_kv(t["k"], t["v"], t["k_cache"], t["v_cache"], t["slots"]),
     "dynamic_w8a8_linear": lambda t: ops.dynamic_w8a8_linear(
         t["x"], t["w8"], t["w_scale"], bias=t["bias"], batch_invariant=True

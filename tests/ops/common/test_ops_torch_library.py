@@ -71,8 +71,10 @@ def append_arguments(device: torch.device, draw: int) -> list[Any]:
 def embed_arguments(device: torch.device, draw: int) -> list[Any]:
     columns = [(3, 0, 6, 3), (1, 5, 0, 2)], [(2, 1, 0, 2), (1, 0, 3, 3)]
     tokens, rows = (torch.tensor(draws[draw], device=device) for draws in columns)
-    table, seen = torch.randn(7, 16).to(device), torch.rand(4, 7).lt(0.2).to(device)
-    return [tokens, table, seen, rows, None, False, torch.zeros(4, 16, device=device)]
+    seen = torch.rand(4, 7).lt(0.2).to(device)
+    # Of ids 1 to 5 of the 7 that there are.
+    held = (torch.randn(5, 16).to(device), seen, rows, 1, 7)
+    return [tokens, *held, None, False, torch.zeros(4, 16, device=device)]
 
 
 def sample_arguments(device: torch.device, draw: int) -> list[Any]:

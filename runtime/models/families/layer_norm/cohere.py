@@ -9,13 +9,14 @@ import torch
 from ...config import ModelConfig, Ropes, Windows, full_attention, same_rope, standard_config
 from ...config_fields import Fields
 from ...kinds import InputKind
-from ...layers import Linear
+from ...layers import Layer, Linear
 from ...layout import DecoderLayout
-from ...norms import Norm, NormConfig
+from ...modules import TensorSpec
+from ...norms import Addend, Norm, NormConfig
 from ...parts import LinearPart, NormPart
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms
-from ..llama import Call, Llama, input_kinds, layer_parts, layout_of, norms_of_heads
+from ..llama import Call, Llama, input_kinds, layer_parts, layout_of
 
 
 @dataclass
@@ -27,8 +28,8 @@ class ParallelLayer:
 
     input_norm: Norm
     qkv_mlp: Linear
-    o: Linear
-    down: Linear
+    o: Layer
+    down: Layer
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: None = None
@@ -60,8 +61,8 @@ class ParallelLlama(Llama):
         return {"qkv_mlp": usual["qkv"], "o": usual["o"], "down": usual["down"]}
 
     def _layer(
-        self, index: int, x: torch.Tensor, residual: torch.Tensor | None, call: Call
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, index: int, x: Addend, residual: torch.Tensor | None, call: Call
+    ) -> tuple[Addend, torch.Tensor]:
         layer, config, n_active = self.layers[index], self.config, call.n_active
         both, residual = layer.qkv_mlp.after_norm(x, residual, layer.input_norm, n_active)
         qkv_size = config.q_size + 2 * config.kv_size
@@ -84,6 +85,24 @@ def parallel_parts(config: ModelConfig, index: int) -> ParallelParts:
         # Rows of v, into which factors would be folded, are not the last of qkv_mlp.
         o=replace(usual.o, after=None),
         down=replace(usual.down, after="qkv_mlp"),
+    )
+
+
+def norms_of_heads(
+    config: ModelConfig, q_name: str, k_name: str, part: type[NormPart] = NormPart
+) -> tuple[NormPart, NormPart]:
+    """Return norms with weights for each head of q, and of k.
+
+    The names are those of the stored weights, or of what `part` makes of them.
+    """
+
+    def norm(name: str, heads: int, *, replicated: bool) -> NormPart:
+        weight = TensorSpec((name,), ((heads, config.head_dim),))
+        return part(weight, None, config.norm, of_heads=True, replicated=replicated)
+
+    return (
+        norm(q_name, config.num_heads, replicated=False),
+        norm(k_name, config.num_kv_heads, replicated=True),
     )
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from ...config import ModelConfig, full_attention, same_rope, standard_config
 from ...config_fields import Fields
 from ...layout import DecoderLayout
+from ...modules import Module
 from ...norms import NormConfig
-from ...parts import LinearPart, Module
+from ...parts import LinearPart
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms
 from ..llama import layout_of, norm_part
@@ -17,7 +18,8 @@ from .cohere import ParallelLlama, ParallelParts, parallel_parts
 
 def _layout(config: ModelConfig) -> DecoderLayout:
     usual = layout_of(config, _layer)
-    head = Module("lm_head", config.vocab_size, config.hidden_size, has_bias=True)
+    vocabulary = (config.vocab_size, config.hidden_size)
+    head = Module("lm_head", *vocabulary, has_bias=True, uneven=True)
     return replace(
         usual,
         norm=norm_part(config, "model.final_layernorm"),

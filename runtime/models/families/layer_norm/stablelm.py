@@ -11,12 +11,13 @@ from ...config import ModelConfig, full_attention, same_rope, standard_config
 from ...config_fields import Fields
 from ...decoder import Decoder
 from ...layout import DecoderLayout
+from ...modules import TensorSpec
 from ...norms import Norm, NormConfig
-from ...parts import Loader, NormPart, SchemeOf, TensorPart, TensorSpec
+from ...parts import Loader, NormPart, SchemeOf, TensorPart
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms
-from ..llama import LayerParts, Llama, layer_parts, layout_of, norms_of_heads
-from .cohere import ParallelLlama, ParallelParts, parallel_parts
+from ..llama import LayerParts, Llama, layer_parts, layout_of
+from .cohere import ParallelLlama, ParallelParts, norms_of_heads, parallel_parts
 
 
 @dataclass(frozen=True)

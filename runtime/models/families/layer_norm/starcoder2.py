@@ -7,8 +7,8 @@ from dataclasses import replace
 from ...config import ModelConfig, standard_config, uniform_window
 from ...config_fields import Fields
 from ...layout import DecoderLayout
+from ...modules import Module
 from ...norms import NormConfig
-from ...parts import Module
 from ...registry import Family, register
 from ..llama import LayerParts, Llama, layer_parts, layout_of
 

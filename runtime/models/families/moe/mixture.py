@@ -13,9 +13,11 @@ from ...decoder import ExpertsUse, LinearUse
 from ...experts.config import ExpertsConfig
 from ...experts.mixture import Mixture
 from ...folding import build
-from ...layers import Linear
+from ...layers import Layer, Linear
 from ...layout import DecoderLayout
-from ...parts import ExpertsPart, LinearPart, Loader, Module, TensorPart, TensorSpec
+from ...modules import Module, TensorSpec
+from ...norms import Addend
+from ...parts import ExpertsPart, LinearPart, Loader, TensorPart
 from ..llama import (
     Call,
     DecoderLayer,
@@ -74,7 +76,7 @@ class MixtureParts:
 
     def build(self, loader: Loader) -> Mixture:
         """Return the mixture."""
-        return Mixture(**build(self, loader))
+        return Mixture(**build(self, loader), communicator=loader.communicator)
 
 
 @dataclass
@@ -82,7 +84,7 @@ class MixtureLayer(DecoderLayer):
     """Weights of one layer: with a `mixture`, `gate_up` and `down` are None."""
 
     gate_up: Linear | None = None  # type: ignore[assignment]
-    down: Linear | None = None  # type: ignore[assignment]
+    down: Layer | None = None  # type: ignore[assignment]
     mixture: Mixture | None = None
 
 
@@ -115,8 +117,8 @@ class MixtureLlama(Llama):
                 yield LinearUse(*use)
 
     def _layer(
-        self, index: int, x: torch.Tensor, residual: torch.Tensor | None, call: Call
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, index: int, x: Addend, residual: torch.Tensor | None, call: Call
+    ) -> tuple[Addend, torch.Tensor]:
         layer, n_active = self.layers[index], call.n_active
         if layer.mixture is None:
             return super()._layer(index, x, residual, call)

@@ -1,0 +1,155 @@
+// Sums of rows over ranks, and rows of all ranks: who sends what, and in which order.
+//
+// No rank waits before it has sent all that does not depend on others, so that launches of which
+// every CTA is resident end whatever the order in which CTAs run.
+#pragma once
+
+#include <cstdint>
+
+#include "common/vector.cuh"
+#include "mailbox.cuh"
+#include "params.h"
+
+namespace ostinato {
+namespace {
+
+// What a CTA does of a launch, as every thread of it knows it.
+struct Part {
+  int32_t cta;
+  int32_t ctas;
+  uint32_t threads;  // of a CTA
+  uint32_t thread;
+  int32_t rows;      // that are not padding
+  uint32_t vectors;  // of a row
+};
+
+template <typename T>
+__device__ __forceinline__ uint4 load_own(const CollectiveParams& p, int64_t row, uint32_t vector) {
+  const T* const address = static_cast<const T*>(p.x) + row * p.x_stride;
+  return __ldcs(reinterpret_cast<const uint4*>(address) + vector);
+}
+
+// Adds up a vector of each rank, from rank 0's on, and rounds the sum.
+template <typename T>
+struct Sum {
+  static constexpr int kElements = 16 / static_cast<int>(sizeof(T));
+  float values[kElements];
+
+  __device__ __forceinline__ void operator()(int rank, const uint4& words) {
+    const Packed<T, kElements> packed = {{words.x, words.y, words.z, words.w}};
+    float next[kElements];
+    packed.unpack(next);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      values[i] = rank == 0 ? next[i] : __fadd_rn(values[i], next[i]);
+    }
+  }
+
+  __device__ __forceinline__ uint4 rounded() const {
+    Packed<T, kElements> packed;
+    packed.pack(values);
+    return make_uint4(packed.words[0], packed.words[1], packed.words[2], packed.words[3]);
+  }
+};
+
+// Every rank sends its rows to all others. Calls receive(row, index, own) for each vector of a row
+// of this CTA, with the vector that this rank has, then finish(row).
+template <typename T, int kRanks, int kVectors, typename Receive, typename Finish>
+__device__ __forceinline__ void all_to_all(const CollectiveParams& p, const Part& part,
+                                           Mailbox<kRanks>& mailbox, const Receive& receive,
+                                           const Finish& finish) {
+  const uint32_t segment = p.m * part.vectors;
+  constexpr bool kHoldsRow = kVectors <= 2;  // its first, which is not loaded again
+  uint4 first_row[kVectors];
+  for (int32_t row = part.cta; row < part.rows; row += part.ctas) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint32_t vector = v * part.threads + part.thread;
+      if (vector < part.vectors) {
+        const uint4 own = load_own<T>(p, row, vector);
+        mailbox.send_to_others(p.rank * segment + row * part.vectors + vector, own);
+        if (kHoldsRow && row == part.cta) {
+          first_row[v] = own;
+        }
+      }
+    }
+  }
+  OSTINATO_DELAY(collective_clear, part.thread / 32 == 0);
+  mailbox.clear(part.cta * part.threads + part.thread, part.ctas * part.threads);
+  for (int32_t row = part.cta; row < part.rows; row += part.ctas) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint32_t vector = v * part.threads + part.thread;
+      if (vector < part.vectors) {
+        const uint4 own = kHoldsRow && row == part.cta ? first_row[v] : load_own<T>(p, row, vector);
+        receive(v, row, vector, row * part.vectors + vector, segment, own);
+      }
+    }
+    finish(row);
+  }
+}
+
+// Sums that every rank makes: one message. Calls finish(row, sums), the sums rounded.
+template <typename T, int kRanks, int kVectors, typename Finish>
+__device__ __forceinline__ void sum_in_one_shot(const CollectiveParams& p, const Part& part,
+                                                Mailbox<kRanks>& mailbox, const Finish& finish) {
+  uint4 sums[kVectors] = {};
+  all_to_all<T, kRanks, kVectors>(
+      p, part, mailbox,
+      [&](int v, int32_t, uint32_t, uint32_t index, uint32_t segment, const uint4& own) {
+        Sum<T> sum;
+        mailbox.receive_each(index, segment, own, sum);
+        sums[v] = sum.rounded();
+      },
+      [&](int32_t row) { finish(row, sums); });
+}
+
+// Sums that one rank makes of each row, in turn: rows go to their ranks, sums to all. A region has
+// the rows of each rank that this one adds up, and behind them all sums.
+template <typename T, int kRanks, int kVectors, typename Finish>
+__device__ __forceinline__ void sum_in_two_shots(const CollectiveParams& p, const Part& part,
+                                                 Mailbox<kRanks>& mailbox, const Finish& finish) {
+  const int32_t size = p.size;
+  const uint32_t segment = (p.m + size - 1) / size * part.vectors;
+  const uint32_t sums_at = size * segment;
+  for (int32_t row = part.cta; row < part.rows; row += part.ctas) {
+    const int32_t owner = row % size;
+    for (uint32_t vector = part.thread; owner != p.rank && vector < part.vectors;
+         vector += part.threads) {
+      mailbox.send(owner, p.rank * segment + row / size * part.vectors + vector,
+                   load_own<T>(p, row, vector));
+    }
+  }
+  OSTINATO_DELAY(collective_clear_two_shots, part.thread / 32 == 0);
+  mailbox.clear(part.cta * part.threads + part.thread, part.ctas * part.threads);
+  for (int32_t owned = part.cta; owned * size + p.rank < part.rows; owned += part.ctas) {
+    const int32_t row = owned * size + p.rank;
+    for (uint32_t vector = part.thread; vector < part.vectors; vector += part.threads) {
+      Sum<T> sum;
+      mailbox.receive_each(owned * part.vectors + vector, segment, load_own<T>(p, row, vector),
+                           sum);
+      mailbox.send_to_all(sums_at + row * part.vectors + vector, sum.rounded());
+    }
+  }
+  for (int32_t row = part.cta; row < part.rows; row += part.ctas) {
+    uint4 sums[kVectors] = {};
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint32_t vector = v * part.threads + part.thread;
+      if (vector < part.vectors) {
+        const int32_t owner = row % size;
+        sums[v] = mailbox.receive(owner, sums_at + row * part.vectors + vector);
+      }
+    }
+    finish(row, sums);
+  }
+}
+
+// Vectors of a region that a launch uses.
+__host__ __device__ inline int64_t used_vectors(const CollectiveParams& p, int64_t row_vectors) {
+  const int32_t rows_of_each = p.two_shot != 0 ? (p.m + p.size - 1) / p.size : p.m;
+  return (p.size * rows_of_each + (p.two_shot != 0 ? p.m : 0)) * row_vectors;
+}
+
+}  // namespace
+}  // namespace ostinato

@@ -1,0 +1,93 @@
+"""How large an engine is, checked before anything is made, and the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.graphs.arguments import at_least_one
+
+from ..models import Decoder, KVFormat, ScaleKind, kv_format
+from .cache_size import check_room, checked_pages
+from .logits_processing import LogitsProcessing
+from .rank_calls import Calls
+from .scheduler import checked_chunk, checked_context
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """The arguments of an `Engine`, checked, with defaults put in, and what follows from them.
+
+    Attributes:
+        kv_format: of the KV cache.
+        max_pages: of a sequence.
+        max_tokens: of prompts, in one step.
+    """
+
+    max_batch: int
+    max_context: int
+    page_size: int
+    num_pages: int
+    prefill_chunk: int
+    max_prefill_tokens: int
+    kv_format: KVFormat
+    max_pages: int
+    max_tokens: int
+
+    @staticmethod
+    def of(
+        model: Decoder,
+        calls: Calls,
+        *,
+        max_batch: int,
+        max_context: int | None,
+        page_size: int,
+        num_pages: int | None,
+        prefill_chunk: int | None,
+        max_prefill_tokens: int,
+        kv_cache_dtype: str,
+        kv_scales: ScaleKind | None,
+        logits_processing: bool,
+        memory_fraction: float,
+    ) -> EngineSizes:
+        """Return the sizes for the arguments of `Engine`.
+
+        Over several ranks, by their `calls`, all have as many pages as the one with the fewest.
+
+        Raises:
+            TypeError, ValueError: as `Engine`, or where ranks have different arguments.
+        """
+        cache_format = kv_format(model.config, model.kv_scales, kv_cache_dtype, kv_scales)
+        max_batch = at_least_one("max_batch", max_batch)
+        page_size = at_least_one("page_size", page_size)
+        max_prefill_tokens = at_least_one("max_prefill_tokens", max_prefill_tokens)
+        max_context = checked_context(max_context, model.max_context)
+        prefill_chunk = checked_chunk(prefill_chunk, page_size)
+        max_pages = -(-max_context // page_size)
+        num_pages = checked_pages(
+            *(model.config, cache_format, page_size, model.device),
+            *(num_pages, max_batch * max_pages, memory_fraction),
+        )
+        # Of each slot the tokens that it has seen, a byte per token of the vocabulary.
+        slot_bytes = model.config.vocab_size
+        if logits_processing:
+            slot_bytes += LogitsProcessing.slot_bytes(slot_bytes, max_context)
+        check_room("max_batch", max_batch, slot_bytes, model.device)
+        options = {
+            "max_batch": max_batch,
+            "max_context": max_context,
+            "page_size": page_size,
+            "prefill_chunk": prefill_chunk,
+            "max_prefill_tokens": max_prefill_tokens,
+            "kv_cache_dtype": str(cache_format),
+            "logits_processing": logits_processing,
+            "model": f"{model.config.family} on {model.device.type}",
+        }
+        num_pages = calls.agree(num_pages, options)
+        longest = max_context - 1  # of a prompt
+        max_tokens = max(max_prefill_tokens, min(prefill_chunk, longest))
+        return EngineSizes(
+            *(max_batch, max_context, page_size, num_pages, prefill_chunk, max_prefill_tokens),
+            kv_format=cache_format,
+            max_pages=max_pages,
+            max_tokens=min(max_tokens, max_batch * longest),
+        )

@@ -1,0 +1,5 @@
+"""Several processes that serve one model: how they start, agree, and end when one is lost."""
+
+from .ranks import DEFAULT_TIMEOUT_S, Ranks, rank_here, start_ranks, world_size
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Ranks", "rank_here", "start_ranks", "world_size"]

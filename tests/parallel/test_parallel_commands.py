@@ -1,0 +1,182 @@
+"""`generate` and `serve` on two ranks: rank 0 is heard, and ends the other."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_blocks import code_blocks
+from rank_forks import LONGEST_S, Forks
+
+from effort import LONG
+from server_process import TINY_LLAMA, free_port
+
+FLAGS = ["--device", "cpu", "--no-verify"]
+SERVED = [*FLAGS, "--capture-sizes", "1", "--num-pages", "64"]
+GENERATE = ["generate", str(TINY_LLAMA), *FLAGS, "--max-tokens"]
+
+
+Run = Callable[..., Future[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with closing(Forks(at_once=2)) as made:
+        yield made
+
+
+@pytest.fixture
+def run(forks: Forks, tmp_path: Path) -> Run:
+    """Run a command on two ranks."""
+
+    def start(argv: list[str], **case: Any) -> Future[dict[str, Any]]:
+        return forks.run({"size": 2, "argv": argv, "pids": str(tmp_path), **case})
+
+    return start
+
+
+def codes(report: dict[str, Any]) -> list[int | None]:
+    return [rank["code"] for rank in report["ranks"]]
+
+
+def wait_for(condition: Callable[[], Any], report: Future[dict[str, Any]]) -> Any:
+    deadline = time.monotonic() + LONGEST_S
+    while not (found := condition()):
+        assert not report.done(), report.result()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def ask(port: int, tokens: int) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
+    body = {"prompt": "Classes", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+    )
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def is_ready(port: int) -> bool:
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+
+
+def test_generate_prints_on_rank_0_alone(run: Run) -> None:
+    argv = [*GENERATE, "8", "Classes", "A list display", "--json"]
+    first, second = run(argv).result()["ranks"]
+    assert first["code"] == second["code"] == 0, (first["stderr"], second["stderr"])
+    document = json.loads(first["told"][0]["printed"])
+    assert [len(c["token_ids"]) for c in document["completions"]] == [8, 8]
+    assert second["told"][0]["printed"] == ""
+
+
+def test_bench_engine_measures_all_ranks_on_rank_0(run: Run) -> None:
+    argv = ["bench", "engine", "--shape", "tiny", "--dtype", "bf16", "int8", "--device", "cpu"]
+    argv += ["--prompt", "4", "--output", "1", "9", "--repeats", "1", "--tp", "2"]
+    first, second = run(argv).result()["ranks"]
+    assert first["code"] == second["code"] == 0, (first["stderr"], second["stderr"])
+    assert first["told"][0]["printed"].count("tiny tp2 b1 prompt4") == 4
+    assert second["told"][0]["printed"] == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([*GENERATE, "8", ""], "prompt 1: got no tokens"),
+        ([*GENERATE, "8", "a", "-tp", "4"], "--tensor-parallel-size: got 4, expected 2"),
+    ],
+)
+def test_a_mistake_is_told_once(run: Run, argv: list[str], message: str) -> None:
+    first, second = run(argv).result()["ranks"]
+    assert first["code"] == 2
+    assert message in first["stderr"]
+    assert second["code"] in (1, 2)
+    assert message not in second["stderr"]
+
+
+def test_ctrl_c_of_all_ranks_shows_what_there_is(run: Run, tmp_path: Path) -> None:
+    argv = [*GENERATE, "400", "Classes", "--json"]
+    report = run(argv)
+    wait_for(lambda: (tmp_path / "received").exists(), report)
+    for rank in pids(tmp_path):
+        os.kill(rank, signal.SIGINT)
+    first, second = report.result()["ranks"]
+    assert first["code"] == 130, first["stderr"]
+    assert second["code"] == 0, second["stderr"]
+    assert json.loads(first["told"][0]["printed"])["interrupted"]
+
+
+def pids(folder: Path) -> list[int]:
+    return [int((folder / rank).read_text()) for rank in ("0", "1")]
+
+
+def test_a_server_drains_both_ranks_at_sigterm(run: Run, tmp_path: Path) -> None:
+    port = free_port()
+    argv = ["serve", str(TINY_LLAMA), *SERVED, "--port", str(port), "-tp", "2"]
+    report = run(argv)
+    wait_for(lambda: is_ready(port), report)
+    status, document = ask(port, 5)
+    assert (status, document["usage"]["completion_tokens"]) == (200, 5)
+    for rank in pids(tmp_path):
+        os.kill(rank, signal.SIGTERM)
+    assert codes(report.result()) == [0, 0], report.result()
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"] if LONG else ["kill"])
+def test_a_server_that_loses_a_rank_answers_503(run: Run, kind: str) -> None:
+    port = free_port()
+    argv = ["serve", str(TINY_LLAMA), *SERVED, "--port", str(port), "--group-timeout", "10"]
+    fault = {"rank": 1, "place": "idle", "count": 40, "kind": kind}
+    report = run(argv, fault=fault)
+    wait_for(lambda: is_ready(port), report)
+    assert ask(port, 5)[0] == 200
+    status, document = ask(port, 400)
+    assert (status, document["error"]["code"]) == (503, "engine_lost")
+    first, second = report.result()["ranks"]
+    assert first["code"] == 1
+    assert second["code"] in (-signal.SIGKILL, None)
+    assert "rank 1 " in first["stderr"]
+
+
+def test_the_page_has_a_program_for_every_rank(forks: Forks) -> None:
+    (block,) = code_blocks("docs/tensor-parallel.md")
+    code = block.replace('"MODEL"', repr(str(TINY_LLAMA)))
+    on_the_host = code.replace('"cuda", rank_here()', '"cpu"')
+    assert code != on_the_host
+    first, second = forks.run({"size": 2, "code": on_the_host}).result()["ranks"]
+    assert first["code"] == second["code"] == 0, (first["stderr"], second["stderr"])
+    assert len(first["told"][0]["printed"]) > 9
+    assert second["told"][0]["printed"] == ""
+
+
+@pytest.mark.skipif(not LONG, reason="`make test-long` has it: three more imports of torch")
+def test_torchrun_starts_ranks() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("-m", "ostinato", *GENERATE, "8", "Classes", "--json"),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        check=True,
+    )
+    assert len(json.loads(done.stdout)["completions"]) == 1
