@@ -57,6 +57,9 @@ struct NormOfSum {
   // Weights that do not fit into registers are read again from the caches.
   static constexpr bool kHoldWeights = kVectors <= 2;
   WeightVector weights[kHoldWeights ? kVectors : 1];
+  // The residual of a CTA's first row, which arrives while the CTA waits for other ranks.
+  Vector residual[kHoldWeights ? kVectors : 1];
+  bool has_residual = false;
 
   __device__ __forceinline__ void load_weights(const CollectiveParams& p, const Part& part, int v,
                                                WeightVector& into) const {
@@ -71,6 +74,22 @@ struct NormOfSum {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         load_weights(p, part, v, weights[v]);
+      }
+    }
+  }
+
+  // After the wait.
+  __device__ __forceinline__ void ask_for_residual(const CollectiveParams& p, const Part& part) {
+    if constexpr (kHoldWeights) {
+      has_residual = p.residual != nullptr && part.cta < part.rows;
+      if (has_residual) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          load<true, Reuse::kOnce>(
+              static_cast<const In*>(p.residual) + part.cta * p.residual_stride,
+              (v * part.threads + part.thread) * kVectorSize, static_cast<uint32_t>(p.k),
+              residual[v]);
+        }
       }
     }
   }
@@ -102,7 +121,11 @@ struct NormOfSum {
       const Vector sum = {{sums[v].x, sums[v].y, sums[v].z, sums[v].w}};
       if (row.second != nullptr) {
         Vector second;
-        load<true, Reuse::kOnce>(row.second, first_of(v), row.k, second);
+        if (kHoldWeights && has_residual && index == part.cta) {
+          second = residual[kHoldWeights ? v : 0];
+        } else {
+          load<true, Reuse::kOnce>(row.second, first_of(v), row.k, second);
+        }
         combine<true>(row, first_of(v), sum, second, values[v]);
       } else {
         sum.unpack(values[v]);
@@ -146,7 +169,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     let_successor_start();
   }
   wait_for_predecessor();
-  mailbox.open();
+  if constexpr (kCollective == Collective::rms_norm && !kTwoShots) {
+    norm.ask_for_residual(p, part);
+  }
   if constexpr (kCollective == Collective::gather) {
     all_to_all<In, kRanks, kVectors>(
         p, part, mailbox,

@@ -59,18 +59,29 @@ __device__ __forceinline__ void all_to_all(const CollectiveParams& p, const Part
                                            Mailbox<kRanks>& mailbox, const Receive& receive,
                                            const Finish& finish) {
   const uint32_t segment = p.m * part.vectors;
-  constexpr bool kHoldsRow = kVectors <= 2;  // its first, which is not loaded again
-  uint4 first_row[kVectors];
+  // The first row: asked for before the mailbox's words, not behind them, and not loaded again.
+  constexpr bool kHoldsRow = kVectors <= 2;
+  uint4 first_row[kVectors] = {};
+  if (kHoldsRow && part.cta < part.rows) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint32_t vector = v * part.threads + part.thread;
+      if (vector < part.vectors) {
+        first_row[v] = load_own<T>(p, part.cta, vector);
+      }
+    }
+  }
+  const auto own_at = [&](int32_t row, int v, uint32_t vector) {
+    return kHoldsRow && row == part.cta ? first_row[v] : load_own<T>(p, row, vector);
+  };
+  mailbox.open();
   for (int32_t row = part.cta; row < part.rows; row += part.ctas) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t vector = v * part.threads + part.thread;
       if (vector < part.vectors) {
-        const uint4 own = load_own<T>(p, row, vector);
-        mailbox.send_to_others(p.rank * segment + row * part.vectors + vector, own);
-        if (kHoldsRow && row == part.cta) {
-          first_row[v] = own;
-        }
+        mailbox.send_to_others(p.rank * segment + row * part.vectors + vector,
+                               own_at(row, v, vector));
       }
     }
   }
@@ -81,8 +92,7 @@ __device__ __forceinline__ void all_to_all(const CollectiveParams& p, const Part
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t vector = v * part.threads + part.thread;
       if (vector < part.vectors) {
-        const uint4 own = kHoldsRow && row == part.cta ? first_row[v] : load_own<T>(p, row, vector);
-        receive(v, row, vector, row * part.vectors + vector, segment, own);
+        receive(v, row, vector, row * part.vectors + vector, segment, own_at(row, v, vector));
       }
     }
     finish(row);
@@ -109,6 +119,7 @@ __device__ __forceinline__ void sum_in_one_shot(const CollectiveParams& p, const
 template <typename T, int kRanks, int kVectors, typename Finish>
 __device__ __forceinline__ void sum_in_two_shots(const CollectiveParams& p, const Part& part,
                                                  Mailbox<kRanks>& mailbox, const Finish& finish) {
+  mailbox.open();
   const int32_t size = p.size;
   const uint32_t segment = (p.m + size - 1) / size * part.vectors;
   const uint32_t sums_at = size * segment;

@@ -34,7 +34,7 @@ _FAMILIES: dict[str, type[Variant]] = {
     "merge_states": MergeStates,
     "moe_route": MoeRoute,
     "moe_combine": MoeCombine,
-    "all_reduce with norm, all_gather; peer memory": Collective,
+    "all_reduce, all_gather, peers": Collective,
     "softcap": Softcap,
     "process_logits": ProcessLogits,
     "sample": Sample,

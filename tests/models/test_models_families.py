@@ -13,7 +13,6 @@ import transformers
 from hf_experts import WITH_EXPERTS
 from hf_models import MODELS, SHAPE, TOKENS, hf_logits, random_model, save_plain
 from quantized_files import FORMATS, sturdy_tokens, write_quantized
-from rank_models import load_ranks
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
@@ -361,23 +360,6 @@ def test_kernels_named_ahead_are_those_of_the_model(
         write_quantized(tmp_path, hf, FORMATS[form])
     ahead = _model_kernels(tmp_path, lm_head=None, batch_invariant=True)
     assert ahead == set(load_model(tmp_path).kernels())
-
-
-@pytest.mark.parametrize("form", [None, "ct-int8-dynamic"])
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "phi3", "olmo2", "qwen2_moe"])
-def test_kernels_named_ahead_are_those_of_ranks(
-    name: str, form: str | None, tmp_path: Path
-) -> None:
-    hf = random_model(MODELS[name])
-    if form is None:
-        save_plain(tmp_path, hf, torch.bfloat16)
-    else:
-        write_quantized(tmp_path, hf, FORMATS[form])
-    head = {None: None, "int8": torch.int8}
-    for lm_head, dtype in head.items():
-        ahead = _model_kernels(tmp_path, lm_head=lm_head, batch_invariant=True, ranks=2)
-        loaded = load_ranks(tmp_path, 2, lm_head_dtype=dtype)
-        assert ahead == {kernel for rank in loaded for kernel in rank.kernels()}
 
 
 NORM_KERNELS = {"nemotron": ("layer_norm", "fp32"), "cohere-qk-norm": ("layer_norm", "bf16")}

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from hf_models import MODELS, SHAPE, TOKENS, random_model, save_plain
+from quantized_files import FORMATS, write_quantized
 from rank_models import TIMEOUT_S, load_ranks, logits_of_processes, logits_of_ranks, rank_logits
 from transformers import LlamaConfig
 
 from effort import effort
 from ostinato.bench.weights import random_decoder
 from ostinato.checkpoint import load_model
+from ostinato.cli.build import _model_kernels
 from ostinato.models import (
     Decoder,
     PagedKVCache,
@@ -156,6 +158,23 @@ def test_a_ranks_layers_and_kernels_are_of_its_share(precision: str) -> None:
         assert set(half.kernels()) <= set(rank.kernels())
         assert rank.config.vocab_size == 64
         assert rank.embedding.shape == (32, 256)
+
+
+@pytest.mark.parametrize("form", [None, "ct-int8-dynamic"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "phi3", "olmo2", "qwen2_moe"])
+def test_kernels_named_ahead_are_those_of_ranks(
+    name: str, form: str | None, tmp_path: Path
+) -> None:
+    hf = random_model(MODELS[name])
+    if form is None:
+        save_plain(tmp_path, hf, torch.bfloat16)
+    else:
+        write_quantized(tmp_path, hf, FORMATS[form])
+    head = {None: None, "int8": torch.int8}
+    for lm_head, dtype in head.items():
+        ahead = _model_kernels(tmp_path, lm_head=lm_head, batch_invariant=True, ranks=2)
+        loaded = load_ranks(tmp_path, 2, lm_head_dtype=dtype)
+        assert ahead == {kernel for rank in loaded for kernel in rank.kernels()}
 
 
 @pytest.mark.parametrize("precision", ["int8", "bf16", "fp8-block"])

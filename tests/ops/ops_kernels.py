@@ -15,6 +15,7 @@ from ostinato.ops.attention.decode_variants import SPLIT_TOKENS, AttentionDecode
 from ostinato.ops.attention.merge_states import MergeStates
 from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.catalogue import CATALOGUE
+from ostinato.ops.collective.collective_cuda import Collective
 from ostinato.ops.embed import Embed
 from ostinato.ops.linear import tile_table
 from ostinato.ops.linear.fused_cuda import FusedLinear
@@ -57,7 +58,7 @@ ROW_KERNELS = (
 
 # Families all of whose listed variants the tests launch.
 _ALL_OF = (
-    *(Embed, AppendKV, MergeStates, FusedLinear, Quantize),
+    *(Embed, AppendKV, MergeStates, FusedLinear, Quantize, Collective),
     *(Sample, Softcap, ProcessLogits, TokenLogprobsKernel),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..command import Command, Parser
-from . import burst, cpu, decode, engine, gemm, graphs, moe, prefill, serve, step
+from . import all_reduce, burst, cpu, decode, engine, gemm, graphs, moe, prefill, serve, step
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -21,6 +21,7 @@ def _parser() -> Parser:
         description="Measure latencies. `bench SECTION --help` describes a section.",
     )
     sections = parser.add_subparsers(title="sections", metavar="SECTION", required=True)
+    all_reduce.add_parser(sections)
     burst.add_parser(sections)
     cpu.add_parser(sections)
     decode.add_parser(sections)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ...bench.harness.benchmark import Benchmark, Implementation
     from ...bench.harness.results import CaseResult
+    from ...bench.harness.summary import Summary
 
 _NAMED = 20  # of what is listed in one line
 _PRINTED = ".txt"  # suffix of what is printed
@@ -108,13 +109,8 @@ class Output:
             targets: the peers' published times.
             left: cases for which there was no time.
         """
-        from ...bench.harness.summary import times
-        from ...bench.report import Row
-        from ...jit.files import write_whole
-
         summary = benchmark.summary.lines
-        measured = times([row for row in self.report.rows if isinstance(row, Row)], benchmark.parse)
-        self.say("", "== against the peers of this run (µs)", *summary(measured, measured))
+        measured = self._compare(benchmark.summary, benchmark.parse)
         if targets is not None:
             self.say("", "== against the targets (µs)", *summary(measured, targets))
             # A mean over some of them must not pass for one over all.
@@ -126,6 +122,31 @@ class Output:
         if left:
             names = ", ".join(map(str, left))
             self.say("", f"not measured, since the budget was spent: {names}")
+        self._write_printed()
+
+    def finish_rows(self, summary: Summary, parse: Callable[[str], Any]) -> None:
+        """Print how our times compare with the peers', and write what was printed.
+
+        Args:
+            summary: how they are compared.
+            parse: returns the case that a row spells.
+        """
+        self._compare(summary, parse)
+        self._write_printed()
+
+    def _compare(self, summary: Summary, parse: Callable[[str], Any]) -> Times:
+        """Print how our times compare with the peers'; return all times."""
+        from ...bench.harness.summary import times
+        from ...bench.report import Row
+
+        measured = times([row for row in self.report.rows if isinstance(row, Row)], parse)
+        lines = summary.lines(measured, measured)
+        self.say("", "== against the peers of this run (µs)", *lines)
+        return measured
+
+    def _write_printed(self) -> None:
+        from ...jit.files import write_whole
+
         if self._json is not None:
             text = "\n".join([*self._lines, ""])
             with user_errors(OSError):

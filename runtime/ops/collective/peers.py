@@ -37,6 +37,7 @@ class PeerCommunicator(Communicator):
     A rank waits for the others on its GPU, for as long as `timeout_s`. Then, or after `stop`, what
     it has not received is NaN, later collectives do not wait, and `check` raises.
 
+    Graphs that were captured with it use its memory: it must live as long as they do.
     `connect_peers` and `local_peers` make them.
 
     Args:
@@ -306,7 +307,9 @@ def connect_peers(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    device = torch.device("cuda", device_index(torch.device(device)))
+    device = torch.device(device)
+    _check_gpu(device)
+    device = torch.device("cuda", device_index(device))
     ranks = GroupCommunicator(group, device)
     _checked_timeout(timeout_s)
     if not _all_reach_each_other(ranks):
@@ -317,9 +320,12 @@ def connect_peers(
 
     memory = symmetric_memory.empty(_REGIONS * region_bytes, dtype=torch.uint8, device=device)
     mapped = symmetric_memory.rendezvous(memory, group.group_name)
+    # Torch maps whole allocations, in which a rank's memory may begin behind others'.
+    offset = memory.data_ptr() - mapped.buffer_ptrs[ranks.rank]
+    offsets = _of_all_ranks(ranks, [offset])
     communicator = PeerCommunicator(
         ranks.rank,
-        mapped.buffer_ptrs,
+        [base + at for base, [at] in zip(mapped.buffer_ptrs, offsets, strict=True)],
         memory,
         lambda: distributed.barrier(group),
         timeout_s=timeout_s,
@@ -337,9 +343,8 @@ def _all_reach_each_other(ranks: GroupCommunicator) -> bool:
     """Return whether each rank's GPU can address the memory of all others: a collective."""
     index = device_index(ranks.device)
     host = int.from_bytes(sha256(socket.gethostname().encode()).digest()[:7], "big")
-    places = torch.empty((ranks.size, 1, 2), dtype=torch.int64, device=ranks.device)
-    ranks.gather_into(places, torch.tensor([[host, index]], device=ranks.device))
-    others = [place for rank, [place] in enumerate(places.tolist()) if rank != ranks.rank]
+    places = _of_all_ranks(ranks, [host, index])
+    others = [place for rank, place in enumerate(places) if rank != ranks.rank]
     reaches = (
         ranks.size <= cuda.MOST_RANKS
         and runs(cuda.Collective, index)
@@ -348,14 +353,25 @@ def _all_reach_each_other(ranks: GroupCommunicator) -> bool:
         and all(other != index and other < torch.cuda.device_count() for _, other in others)
         and all(torch.cuda.can_device_access_peer(index, other) for _, other in others)
     )
-    answers = torch.empty((ranks.size, 1, 1), dtype=torch.int64, device=ranks.device)
-    ranks.gather_into(answers, torch.tensor([[int(reaches)]], device=ranks.device))
-    return bool(answers.all())
+    return all(reached for [reached] in _of_all_ranks(ranks, [int(reaches)]))
+
+
+def _of_all_ranks(ranks: GroupCommunicator, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the numbers that each rank has, in rank order: a collective."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=ranks.device)
+    found = torch.empty((ranks.size, len(numbers)), dtype=torch.int64, device=ranks.device)
+    ranks.gather_into(found, own)
+    numbers_of_all: list[list[int]] = found.tolist()
+    return numbers_of_all
+
+
+def _check_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device}, expected a GPU")
 
 
 def _check_kernels(size: int, device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ValueError(f"device: got {device}, expected a GPU")
+    _check_gpu(device)
     if size > cuda.MOST_RANKS:
         raise ValueError(f"size: got {size}, expected at most {cuda.MOST_RANKS}")
     if not runs(cuda.Collective, device_index(device)):

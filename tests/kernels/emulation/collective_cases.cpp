@@ -122,7 +122,6 @@ struct Rank {
 // A launch as one thread takes part in it: what collective.cu does around it.
 void take_part(const CollectiveParams& p, const Part& part, Form form) {
   ostinato::Mailbox<kRanks> mailbox(p);
-  mailbox.open();
   uint4* const out = static_cast<uint4*>(p.out);
   const auto finish = [&](int32_t row, const uint4(&sums)[kVectors]) {
     for (int v = 0; v < kVectors; ++v) {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ostinato.ops.collective import peers
 from ostinato.ops.collective.communicator import Communicator, GroupCommunicator
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,7 +48,9 @@ def work(rank: int, size: int, port: int, results: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
-        told: dict[str, Any] = reduce_and_gather(GroupCommunicator())
+        ranks = GroupCommunicator()
+        told: dict[str, Any] = reduce_and_gather(ranks)
+        told["numbers"] = torch.tensor(peers._of_all_ranks(ranks, [rank, 7]))
         told = {name: value.view(torch.uint8).numpy() for name, value in told.items()}
     except Exception:
         told = {"crashed": traceback.format_exc()}

@@ -229,6 +229,26 @@ def test_opcheck(device: torch.device) -> None:
         torch.library.opcheck(op, arguments, test_utils=(*how, *schema))
 
 
+def test_autocast_changes_no_bit_and_no_gradient_is_kept(device: torch.device) -> None:
+    parts, weight, residual = given(2, torch.float32, device)
+    parts = [part.requires_grad_() for part in parts]
+
+    def call(ranks: Communicator) -> Tensors:
+        norm = (parts[ranks.rank], ranks, weight, EPS)
+        return (ranks.all_reduce(norm[0]), *ops.all_reduce_norm(*norm, residual=residual))
+
+    def cast(ranks: Communicator) -> Tensors:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return call(ranks)
+
+    for with_autocast, without in zip(
+        on_every_rank(2, device, cast), on_every_rank(2, device, call), strict=True
+    ):
+        for got, want in zip(with_autocast, without, strict=True):
+            assert not got.requires_grad
+            assert_same_bits(got, want)
+
+
 def test_bad_arguments_are_named() -> None:
     ranks = local_communicators(2)[0]
     x, weight = torch.ones(2, 8), torch.ones(8)

@@ -30,6 +30,8 @@ def test_processes_and_threads_have_the_same_bits(size: int) -> None:
         for name, value in of_thread.items():
             found = torch.from_numpy(of_process[name])
             assert found.equal(value.view(torch.uint8)), name
+        numbers = torch.from_numpy(of_process["numbers"]).view(torch.int64)
+        assert numbers.tolist() == [[rank, 7] for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -19,7 +19,7 @@ from ostinato.ops.collective.collective_cuda import (
     width_of,
 )
 from ostinato.ops.collective.communicator import CommunicatorError
-from ostinato.ops.collective.peers import PeerCommunicator, local_peers
+from ostinato.ops.collective.peers import PeerCommunicator, connect_peers, local_peers
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 MIB = 1 << 20
@@ -217,5 +217,7 @@ def test_an_error_of_the_gpu_names_the_rank(launches: Launches) -> None:
 def test_bad_arguments_are_named(launches: Launches) -> None:
     with pytest.raises(ValueError, match="device: got cpu, expected a GPU"):
         local_peers(2, "cpu")
+    with pytest.raises(ValueError, match="device: got cpu, expected a GPU"):
+        connect_peers(None, "cpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout_s: got 0"):
         PeerCommunicator(0, BUFFERS, torch.zeros(48, dtype=torch.uint8), lambda: None, timeout_s=0)

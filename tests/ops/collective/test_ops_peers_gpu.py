@@ -14,7 +14,11 @@ from collective_ranks import in_order, share
 from ops_cases import assert_same_bits
 
 from effort import effort
-from ostinato import ops
+from ostinato import _C, ops
+from ostinato.jit.compiler import build, plan
+from ostinato.jit.mode import BuildMode
+from ostinato.ops.collective import peers
+from ostinato.ops.collective.collective_cuda import Collective
 from ostinato.ops.collective.communicator import Communicator, CommunicatorError
 from ostinato.ops.collective.peers import PeerCommunicator, local_peers
 
@@ -115,6 +119,42 @@ def test_graphs_replay_with_other_numbers(size: int) -> None:
             for found in ranks.each(lambda rank: rank.all_reduce(many[rank.rank])):
                 assert isinstance(found, torch.Tensor)
                 assert_same_bits(found, in_order(many))
+    ranks.check()
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize(
+    ("site", "rows"),
+    [
+        ("collective_clear", 3),
+        ("collective_clear_two_shots", 700),
+        ("quantize_sum_store", 300),
+        ("quantize_sum_load", 300),
+        ("quantize_maximum_store", 300),
+        ("quantize_maximum_load", 300),
+    ],
+)
+def test_injected_delays_change_no_bit(
+    site: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more rows than CTAs, each of which uses its shared memory again and again."""
+    kernel = Collective(kind="rms_norm", ranks=4, in_dtype="bf16", out_dtype="int8")
+    [entry] = build([plan(kernel, BuildMode(delay_site=site))])
+    library = _C.Library(str(entry.library))
+    library.prepare()
+    monkeypatch.setattr(peers, "load", lambda variant, *, device, stream: library)
+    ranks = Ranks(3)
+    parts, weight = parts_of(3, rows, 8192), torch.randn(8192, device=DEVICE).to(BF16)
+    expected = ops.rms_norm_quantize(in_order(parts), weight, EPS, torch.int8)
+
+    def step(rank: Communicator) -> tuple[torch.Tensor, ...]:
+        return ops.all_reduce_norm_quantize(parts[rank.rank], rank, weight, EPS, torch.int8)
+
+    for _ in range(4):
+        for found in ranks.each(step):
+            assert isinstance(found, tuple)
+            for got, want in zip(found, expected, strict=False):
+                assert_same_bits(got, want)
     ranks.check()
 
 

@@ -78,12 +78,12 @@ def test_a_new_gpu_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ("capability", "kernels", "int8", "fp8"),
     [
         ((7, 5), 0, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
-        ((8, 0), 10, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
-        ((8, 6), 10, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
-        ((8, 9), 10, "torch (_int_mm)", "torch (_scaled_mm)"),
-        (HOPPER, 20, "kernel (sm_90a)", "kernel (sm_90a)"),
-        ((10, 0), 10, "torch (_int_mm)", "torch (_scaled_mm)"),
-        ((12, 1), 10, "torch (_int_mm)", "torch (_scaled_mm)"),
+        ((8, 0), 11, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
+        ((8, 6), 11, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
+        ((8, 9), 11, "torch (_int_mm)", "torch (_scaled_mm)"),
+        (HOPPER, 21, "kernel (sm_90a)", "kernel (sm_90a)"),
+        ((10, 0), 11, "torch (_int_mm)", "torch (_scaled_mm)"),
+        ((12, 1), 11, "torch (_int_mm)", "torch (_scaled_mm)"),
     ],
 )
 def test_what_ops_run_on(capability: Capability, kernels: int, int8: str, fp8: str) -> None:

@@ -232,14 +232,15 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
 
 
 # Some kernels hand over the best of logits: test_ops_lm_head.py has those ops. And those of a
-# mixture of experts take a plan: test_ops_moe_torch_library.py.
+# mixture of experts take a plan: test_ops_moe_torch_library.py. Those over ranks take the name of a
+# communicator: test_ops_all_reduce_norm.py.
 OPS = [
     name
     for name in ops.__all__
     if name.islower()
     and not name.endswith("_workspace")  # a number, from capacities
     and name not in ("channel_scales", "pack_experts", "pack_weight")
-    and not name.startswith("moe_")
+    and not name.startswith(("all_", "moe_"))
     and name not in ("linear_logits", "rms_norm_w8a8_logits")
     and not name.startswith("silu_mul")  # a kind of activation
 ] + [f"activation_quantize{form}_discarding" for form in ("", "_asymmetric", "_per_group")]
