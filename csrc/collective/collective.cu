@@ -42,6 +42,8 @@ static_assert(kCollective == Collective::rms_norm || !kEncodes, "only norms are 
 // registers that vectors of all ranks take: 64 in a CTA of 1024 threads, 128 in one of 512.
 constexpr uint32_t kMostRowVectors = 2048;
 constexpr bool kHasWideCtas = kRanks <= 4;
+// At least so many CTAs, also of fewer rows: a launch behind one of many rows clears 16 MB.
+constexpr int32_t kClearingCtas = 8;
 
 __device__ __forceinline__ int32_t count_rows(const CollectiveParams& p) {
   int32_t rows = p.first_row + p.m;
@@ -214,7 +216,8 @@ cudaError_t launch_with(const CollectiveParams& p, cudaStream_t stream) {
   // All CTAs must be resident at once: so many are, whatever registers they take.
   const int64_t ctas_per_sm = kThreads / threads < 4 ? kThreads / threads : 4;
   const int64_t most = p.sms * ctas_per_sm;
-  config.grid = dim3(static_cast<uint32_t>(p.m < most ? p.m : most));
+  const int64_t wanted = p.m < kClearingCtas ? kClearingCtas : p.m;
+  config.grid = dim3(static_cast<uint32_t>(wanted < most ? wanted : most));
   config.block = dim3(threads);
   config.pdl = p.pdl != 0;
   const KnownDivisor count(static_cast<float>(p.k));
