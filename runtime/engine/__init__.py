@@ -6,7 +6,7 @@ from .new_request import Prompt
 from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
 from .stats import EngineStats
 from .stream import TokenStream
-from .structured import StructuredOutput
+from .structured.output import StructuredOutput
 
 __all__ = [
     "Completion",

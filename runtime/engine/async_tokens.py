@@ -14,7 +14,7 @@ from ostinato.graphs.pinned_memory import pinned_words
 
 from .. import ops
 from .logprobs import HostLogprobs, TokenLogprobs
-from .rank_calls import Calls
+from .ranks.calls import Calls
 from .request import Request
 from .upload import upload
 

@@ -21,20 +21,20 @@ from .capture_examples import CaptureExamples
 from .captures import Captures
 from .decode_step import DecodeStep, SeenTokens
 from .engine_sizes import EngineSizes
-from .follower import follow
-from .grammar import GrammarCompiler
 from .launches import Launches
 from .logits_processing import LogitsProcessing
 from .logprobs import TokenLogprobs
 from .new_request import Grammars, Prompt, new_request, prompts_with_params
 from .prefill_step import Prefill
-from .rank_calls import STEP, RankCalls, calls_of
+from .ranks.calls import STEP, RankCalls, calls_of
+from .ranks.follower import follow
 from .request import Request
 from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
 from .scheduler import Scheduler
 from .sharing import sharing_unit
 from .stats import EngineStats
 from .stream import TokenStream
+from .structured.grammar import GrammarCompiler
 from .upload import by_default_on_the_host
 
 

@@ -9,7 +9,7 @@ from ostinato.graphs.arguments import at_least_one
 from ..models import Decoder, KVFormat, ScaleKind, kv_format
 from .cache_size import check_room, checked_pages
 from .logits_processing import LogitsProcessing
-from .rank_calls import Calls
+from .ranks.calls import Calls
 from .scheduler import checked_chunk, checked_context
 
 

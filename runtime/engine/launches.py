@@ -16,7 +16,7 @@ from .decode_step import DecodeStep, SeenTokens
 from .first_tokens import first_tokens
 from .logits_processing import PROCESSED, LogitsProcessing
 from .prefill_step import Prefill
-from .rank_calls import Calls
+from .ranks.calls import Calls
 from .request import Request
 from .scheduler import PrefillChunk, Scheduler
 from .stats import EngineStats

@@ -11,12 +11,12 @@ from ostinato.graphs.arguments import as_integer
 
 from ..models import ModelConfig, PagedKVCache
 from .detokenizer import Detokenizer
-from .grammar import GrammarCompiler, Matcher
 from .logits_processing import MOST_EDITS
-from .rank_requests import ReceivedGrammars
+from .ranks.requests import ReceivedGrammars
 from .request import Request
 from .sampling_params import SamplingParams
 from .stop_strings import split_stop
+from .structured.grammar import GrammarCompiler, Matcher
 
 Prompt = str | Sequence[int]
 Grammars = GrammarCompiler | ReceivedGrammars

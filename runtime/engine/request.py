@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from ..models import SwappedSequence
 from .detokenizer import Detokenizer
-from .grammar import Matcher
 from .logprobs import HostLogprobs, TokenLogprobs
 from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
+from .structured.grammar import Matcher
 
 
 @dataclass

@@ -10,7 +10,7 @@ from enum import StrEnum
 from types import NoneType
 
 from .logprobs import MOST_LOGPROBS, TokenLogprobs
-from .structured import StructuredOutput
+from .structured.output import StructuredOutput
 
 # Fields that need an engine made with `logits_processing=True`.
 PROCESSED_FIELDS = frozenset(

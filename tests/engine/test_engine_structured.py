@@ -15,7 +15,7 @@ import torch
 from ostinato.engine import Engine, FinishReason, SamplingParams, StructuredOutput
 from ostinato.engine import grammar as grammar_module
 from ostinato.engine.detokenizer import Detokenizer
-from ostinato.engine.grammar import GrammarCompiler, Matcher
+from ostinato.engine.structured.grammar import GrammarCompiler, Matcher
 from tiny import byte_tokenizer, tiny_llama
 
 TOKENIZER = byte_tokenizer()

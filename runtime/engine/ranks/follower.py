@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .grammar import GrammarCompiler
-from .rank_calls import STEP, RankCalls
-from .rank_requests import ReceivedGrammars, received_params
-from .request import Request
-from .sampling_params import SamplingParams, TokenEvent
+from ..request import Request
+from ..sampling_params import SamplingParams, TokenEvent
+from ..structured.grammar import GrammarCompiler
+from .calls import STEP, RankCalls
+from .requests import ReceivedGrammars, received_params
 
 Details = dict[str, Any]
 

@@ -6,14 +6,14 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .request import Request
-from .sampling_params import SamplingParams
-from .structured import StructuredOutput
+from ..request import Request
+from ..sampling_params import SamplingParams
+from ..structured.output import StructuredOutput
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
-    from .grammar import GrammarCompiler
+    from ..structured.grammar import GrammarCompiler
 
 _MOST_CHARACTERS = 64 << 20  # of compiled grammars that every rank keeps
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from tokenizers import Tokenizer
 
-from ..line_process import LineProcess, NoAnswerError, Silence
-from .structured import StructuredOutput
+from ...line_process import LineProcess, NoAnswerError, Silence
+from .output import StructuredOutput
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, TokenizerInfo

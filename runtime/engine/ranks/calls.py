@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from torch import distributed
 
-from ..models import PagedKVCache
-from ..parallel import Ranks
-from .rank_requests import GrammarLog, request_document
-from .request import Request
+from ...models import PagedKVCache
+from ...parallel import Ranks
+from ..request import Request
+from .requests import GrammarLog, request_document
 
 _LOAD_S = 3600.0  # that a rank may take longer than another to load; a dead one is known before
 STEP = "step"  # the one call that takes no longer than a rank may be silent

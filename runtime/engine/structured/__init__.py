@@ -1,0 +1,1 @@
+"""Texts of a form: JSON schemas, grammars, patterns and choices."""
