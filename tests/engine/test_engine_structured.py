@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ostinato.engine import Engine, FinishReason, SamplingParams, StructuredOutput
-from ostinato.engine import grammar as grammar_module
 from ostinato.engine.detokenizer import Detokenizer
+from ostinato.engine.structured import grammar as grammar_module
 from ostinato.engine.structured.grammar import GrammarCompiler, Matcher
 from tiny import byte_tokenizer, tiny_llama
 

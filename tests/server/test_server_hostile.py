@@ -69,10 +69,11 @@ def test_clients_that_leave_while_they_wait_or_send(missing: int) -> None:
     step = engine.step
 
     def slow() -> Any:
-        time.sleep(0.01)
+        time.sleep(0.05)
         return step()
 
     engine.step = slow  # type: ignore[method-assign]
+    expected = (0, 0) if missing else (12, 8)
     long = json.dumps({"prompt": "abc", "max_tokens": 100, "ignore_eos": True}).encode()
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     data = f"{head}content-length: {len(long) + missing}\r\n\r\n".encode() + long
@@ -81,11 +82,14 @@ def test_clients_that_leave_while_they_wait_or_send(missing: int) -> None:
         for connection in left:
             connection.sendall(data)
         deadline = time.monotonic() + 10
-        while not missing and client.service.admission.taken < len(left):
+
+        def taken_and_waiting() -> tuple[int, int]:
+            waiting = client.service.engine.call(lambda engine: engine.waiting).result(10)
+            return client.service.admission.taken, waiting
+
+        while taken_and_waiting() != expected:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        waiting = client.service.engine.call(lambda engine: engine.waiting).result(10)
-        assert waiting == (0 if missing else 8)
         for connection in left:
             connection.close()
         client.wait_idle()
