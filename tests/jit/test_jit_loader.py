@@ -153,7 +153,8 @@ class EmbedFields(ctypes.Structure):
         ("seen_stride", ctypes.c_int64),
         *[(name, ctypes.c_void_p) for name in ("seen_rows", "n_active", "out")],
         ("out_stride", ctypes.c_int64),
-        *[(name, ctypes.c_int32) for name in ("rows", "vocabulary", "dim", "seen_size", "pdl")],
+        *[(name, ctypes.c_int32) for name in ("rows", "vocabulary", "first_id", "table_rows")],
+        *[(name, ctypes.c_int32) for name in ("dim", "seen_size", "pdl")],
     ]
 
 

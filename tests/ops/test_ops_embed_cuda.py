@@ -54,6 +54,8 @@ def test_every_tensor_reaches_the_kernel_as_it_lies(launches: list[dict[str, Any
             "out_stride": 32,
             "rows": 3,
             "vocabulary": 50,
+            "first_id": 0,
+            "table_rows": 50,
             "dim": 16,
             "stream": STREAM,
             "seen": seen.data_ptr(),
@@ -64,6 +66,13 @@ def test_every_tensor_reaches_the_kernel_as_it_lies(launches: list[dict[str, Any
             "pdl": True,
         }
     ]
+
+
+def test_a_ranks_table_has_the_rows_of_some_tokens(launches: list[dict[str, Any]]) -> None:
+    table, tokens = torch.zeros(20, 16), torch.arange(3)
+    embed_module.embed_rows(tokens, table, None, None, None, table[:3], 20, 50)
+    (launch,) = launches
+    assert [launch[name] for name in ("first_id", "table_rows", "vocabulary")] == [20, 20, 50]
 
 
 @pytest.mark.parametrize(
