@@ -39,9 +39,10 @@ static_assert(kKind == Kind::rms_norm && !kAsymmetric, "rows are normalised like
 static_assert(kCollective == Collective::rms_norm || !kEncodes, "only norms are quantised");
 
 // Rows of up to 32 KB. Threads of a CTA and vectors of a thread follow from a row's length and the
-// registers that vectors of all ranks take: 64 in a CTA of 1024 threads, 128 in one of 512.
+// registers that vectors of all ranks take: 64 in a CTA of 1024 threads, too few before Hopper, and
+// 128 in one of 512.
 constexpr uint32_t kMostRowVectors = 2048;
-constexpr bool kHasWideCtas = kRanks <= 4;
+constexpr bool kHasWideCtas = kRanks <= 4 && kTargets[0] >= 900;
 // At least so many CTAs, also of fewer rows: a launch behind one of many rows clears 16 MB.
 constexpr int32_t kClearingCtas = 8;
 

@@ -115,7 +115,8 @@ class Mailbox {
   }
 
   // Waits for the vector of an index that rank `from` sends, which may wait for others itself: for
-  // twice as long, so that the rank that is named is the one that did not come.
+  // twice as long, so that as a rule the rank that is named is the one that did not come. If not,
+  // the named one has given up itself, and names another.
   __device__ __forceinline__ uint4 receive(int from, uint32_t index) {
     uint4 words = gave_up_ ? absent() : load_from_peer(own_ + index);
     while (is_absent(words) && !gave_up_) {

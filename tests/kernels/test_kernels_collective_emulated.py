@@ -29,7 +29,7 @@ def test_every_schedule_gives_the_right_rows(
         "OSTINATO_VECTORS": str(vectors),
     }
     compile_cases(sources, "collective_cases.cpp", program, defines)
-    for with_dead, count in (("0", effort(10, 30)), ("1", effort(2, 6))):
+    for with_dead, count in (("0", effort(10, 12)), ("1", effort(2, 6))):
         command = [program, "0", str(count), with_dead]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout[-3000:]
