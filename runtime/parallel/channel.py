@@ -150,7 +150,10 @@ class Channel:
     def _lost(self, failures: dict[int, str]) -> RankError:
         if self.watchdog is not None:
             return self.watchdog.tell(failures)
-        told = declare_lost(self._store, failures)
+        return self._lost_at_the_start(declare_lost(self._store, failures))
+
+    def _lost_at_the_start(self, told: dict[int, str]) -> RankError:
+        """Return the error of ranks that are lost while there is no watchdog yet."""
         if self._rank == 0:
             time.sleep(_HEARD_S)
         return RankError(describe(told), told)
@@ -175,7 +178,7 @@ class Channel:
             if self.watchdog is not None:
                 self.watchdog.check()
             elif told := self._guarded(lambda: lost_ranks(self._store)):
-                raise RankError(describe(told), told)
+                raise self._lost_at_the_start(told)
             found = self._guarded(look)
             if found is not None:
                 return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,7 +28,6 @@ DEFAULT_TIMEOUT_S = 60.0
 _GIVE_UP = 0.75  # of the timeout: a collective waits so long, and no rank is silent for so long
 _DEVICE_TIMEOUT_S = 600.0  # of NCCL's collectives: a rank may compile while the others wait
 _LAST_WORDS_S = 5.0  # for the others to leave, or to read of a failure
-_READ_S = 1.0  # for others, which look all the time, to read who did not come to the start
 
 
 def world_size() -> int:
@@ -256,13 +254,8 @@ def start_ranks(device: torch.device, *, timeout_s: float = DEFAULT_TIMEOUT_S) -
         raise ValueError(f"{', '.join(missing)}: not set, expected the environment of torchrun")
     rank, size = rank_here(), world_size()
     store = _store(rank, timeout_s)
-    try:
-        # Before the group, so that a rank that does not come to it is known by name.
-        ranks = Ranks(_connection(store), rank, size, timeout_s)
-    except RankError:
-        if rank == _store_rank():
-            time.sleep(_READ_S)  # the store ends with this process, and others read it now
-        raise
+    # Before the group, so that a rank that does not come to it is known by name.
+    ranks = Ranks(_connection(store), rank, size, timeout_s)
     # Where a rank is lost a gloo collective comes back by this, if not by a closed connection.
     seconds = _GIVE_UP * timeout_s
     options: dict[str, Any] = {"backend": "gloo"}
