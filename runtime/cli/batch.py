@@ -10,9 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .command import FAILED, Command, Parser, UserError, check_folder, find_model, user_errors
-from .ranks import ranks_of
-from .served_model import add_served_model_flags, follow_service, require_server, service_of
+from .command import FAILED, Command, Parser, UserError, check_folder, user_errors
+from .served_model import add_served_model_flags, run_served, service_of
 
 if TYPE_CHECKING:
     from ..parallel import Ranks
@@ -28,14 +27,7 @@ _TIMEOUT = 7 * 24 * 3600.0  # seconds; nobody waits at the other end
 
 
 def _main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
-    with ranks_of(args) as ranks:
-        folder = find_model("MODEL", args.model, "tokenizer.json")
-        require_server()
-        if ranks is not None and not ranks.leads:
-            follow_service(args, folder, ranks)
-            return 0
-        return _run(args, folder, ranks)
+    return run_served(_parser().parse_args(argv), _run)
 
 
 def _run(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> int:

@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import Command, Parser, UserError, find_model, user_errors
-from .ranks import ranks_of
+from .command import Command, Parser, UserError, user_errors
 from .sampling import add_sampling_flags, sampling_params
-from .served_model import add_served_model_flags, follow_service, require_server, service_of
+from .served_model import add_served_model_flags, run_served, service_of
 
 if TYPE_CHECKING:
     from ..engine import SamplingParams
@@ -27,18 +26,10 @@ input leave. Ctrl-C ends an answer where it is, and leaves when nothing is being
 
 
 def _main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
-    with ranks_of(args) as ranks:
-        folder = find_model("MODEL", args.model, "tokenizer.json")
-        require_server()
-        if ranks is not None and not ranks.leads:
-            follow_service(args, folder, ranks)
-        else:
-            _chat(args, folder, ranks)
-    return 0
+    return run_served(_parser().parse_args(argv), _chat)
 
 
-def _chat(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> None:
+def _chat(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> int:
     from ..server import Settings
 
     with user_errors():
@@ -53,6 +44,7 @@ def _chat(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> None:
         _converse(service, params, args.system)
     finally:
         service.close()
+    return 0
 
 
 def _converse(service: Service, params: SamplingParams, system: str | None) -> None:

@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .command import FAILED, Command, Parser, find_model, user_errors
-from .ranks import ranks_of
-from .served_model import add_served_model_flags, follow_service, require_server, service_of
+from .command import FAILED, Command, Parser, user_errors
+from .served_model import add_served_model_flags, run_served, service_of
 
 if TYPE_CHECKING:
+    from ..parallel import Ranks
     from ..server import Settings
 
 _EPILOG = """\
@@ -24,22 +25,19 @@ _KEY = "OSTINATO_API_KEY"
 
 
 def _main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
-    with ranks_of(args) as ranks:
-        folder = find_model("MODEL", args.model, "tokenizer.json")
-        require_server()
-        if ranks is not None and not ranks.leads:
-            follow_service(args, folder, ranks)
-            return 0
-        from ..server import bind, log_to, serve
+    return run_served(_parser().parse_args(argv), _serve)
 
-        with user_errors():
-            settings = _settings(args)
-            bound = bind(settings.host, settings.port)
-        with bound:
-            service = service_of(args, folder, settings, ranks)
-            log_to(sys.stderr)
-            return 0 if serve(service, bound) else FAILED
+
+def _serve(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> int:
+    from ..server import bind, log_to, serve
+
+    with user_errors():
+        settings = _settings(args)
+        bound = bind(settings.host, settings.port)
+    with bound:
+        service = service_of(args, folder, settings, ranks)
+        log_to(sys.stderr)
+        return 0 if serve(service, bound) else FAILED
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .command import UserError, comma_separated, user_errors
+from .command import UserError, comma_separated, find_model, user_errors
 from .device import add_device_flag
 from .model_flags import add_kv_cache_flags
-from .ranks import add_rank_flags, communicator_of, device_of
+from .ranks import add_rank_flags, communicator_of, device_of, ranks_of
 
 if TYPE_CHECKING:
     from ..parallel import Ranks
@@ -112,7 +112,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def require_server() -> None:
+def _require_server() -> None:
     """Check that what the server needs is installed."""
     try:
         importlib.import_module("..server", __package__)
@@ -145,18 +145,36 @@ def service_of(
         )
 
 
-def follow_service(args: argparse.Namespace, folder: Path, ranks: Ranks) -> None:
-    """Serve, on another rank, the requests that come to rank 0, until that one ends.
+def run_served(
+    args: argparse.Namespace, lead: Callable[[argparse.Namespace, Path, Ranks | None], int]
+) -> int:
+    """Run a command on a served model, and return its exit code.
+
+    Args:
+        args: of the command, with the flags of `add_served_model_flags`.
+        lead: runs it in a process alone, or on rank 0, from the folder of the model; other ranks
+            serve the requests that come to that one.
 
     Raises:
-        UserError: as `service_of`.
+        UserError: where the model or the server is missing, or as `service_of`.
     """
+    with ranks_of(args) as ranks:
+        folder = find_model("MODEL", args.model, "tokenizer.json")
+        _require_server()
+        if ranks is None or ranks.leads:
+            return lead(args, folder, ranks)
+        _follow(args, folder, ranks)
+        return 0
+
+
+def _follow(args: argparse.Namespace, folder: Path, ranks: Ranks) -> None:
     import torch
 
+    from ..checkpoint import load_tokenizer
     from ..server.loading import load_engine
 
     with user_errors(ValueError, OSError, torch.OutOfMemoryError, MemoryError):
-        engine = load_engine(folder, _options(args, ranks))
+        engine = load_engine(folder, load_tokenizer(folder), _options(args, ranks))
     engine.follow()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from ostinato.graphs import CaptureReport
 
@@ -71,8 +72,13 @@ class EngineOptions:
         return self.max_batch or max([1, *(self.capture_sizes or [_MAX_BATCH])])
 
 
-def load_engine(folder: Path, options: EngineOptions) -> Engine:
+def load_engine(folder: Path, tokenizer: Tokenizer, options: EngineOptions) -> Engine:
     """Load a checkpoint, or this rank's share of it, into an engine, nothing captured yet.
+
+    Args:
+        folder: of the checkpoint.
+        tokenizer: of it.
+        options: of the engine.
 
     Raises:
         ValueError, OSError, torch.OutOfMemoryError: when the checkpoint or an option is no good.
@@ -85,7 +91,7 @@ def load_engine(folder: Path, options: EngineOptions) -> Engine:
     )
     return Engine(
         model,
-        load_tokenizer(folder),
+        tokenizer,
         max_batch=options.most,
         max_context=options.max_context or model.max_context,
         page_size=options.page_size,
@@ -131,7 +137,7 @@ def load_service(
     defaults = generation_defaults(folder) if own_defaults else {}
 
     def make_engine() -> Engine:
-        engine = load_engine(folder, options)
+        engine = load_engine(folder, tokenizer, options)
         on_capture(
             engine.capture(options.capture_sizes, progress=options.progress, verify=options.verify)
         )

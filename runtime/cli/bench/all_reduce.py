@@ -11,6 +11,8 @@ from ..command import FAILED, Parser, UserError, user_errors
 from .output import Output, add_json_flag, check_json_flag
 
 if TYPE_CHECKING:
+    import torch
+
     from ...bench.all_reduce.cases import Case
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096, 8192)
@@ -100,8 +102,7 @@ def _cases(args: argparse.Namespace, size: int) -> list[Case]:
         raise UserError(f"--m, --hidden: {error}") from error
 
 
-def _measure(args: argparse.Namespace, chosen: list[Case], device: object) -> int:
-    import torch
+def _measure(args: argparse.Namespace, chosen: list[Case], device: torch.device) -> int:
     from torch import distributed
 
     from ...bench.all_reduce.cases import Case
@@ -109,7 +110,6 @@ def _measure(args: argparse.Namespace, chosen: list[Case], device: object) -> in
     from ...bench.all_reduce.run import SUMMARY, time_case
     from ...ops.collective.peers import PeerCommunicator, connect_peers
 
-    assert isinstance(device, torch.device)
     group = distributed.group.WORLD
     assert group is not None
     communicator = connect_peers(group, device, timeout_s=_TIMEOUT_S)
