@@ -36,12 +36,8 @@ def ranks_of(communicator: Communicator | None, device: torch.device) -> Communi
 
 
 @dataclass
-class RowParallelLinear(Layer):
-    """A layer of whose inputs this rank has some: all ranks' results add up to y.
-
-    `linear` reads this rank's columns of x. The sum is left to what reads it, so that it can be
-    one launch with the norm that follows.
-    """
+class _ShareOfLayer(Layer):
+    """What is this rank's of a layer: `linear`, whose results others' make whole."""
 
     linear: Linear
     communicator: Communicator
@@ -56,8 +52,17 @@ class RowParallelLinear(Layer):
         return self.linear.weight_dtype
 
     def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
-        """Return those of this rank's layer; the sum's are the communicator's."""
+        """Return those of this rank's layer; those of collectives are the communicator's."""
         return self.linear.kernels(kind, dtype)
+
+
+@dataclass
+class RowParallelLinear(_ShareOfLayer):
+    """A layer of whose inputs this rank has some: all ranks' results add up to y.
+
+    `linear` reads this rank's columns of x. The sum is left to what reads it, so that it can be
+    one launch with the norm that follows.
+    """
 
     def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> PartialSum:
         return PartialSum(self.linear(x, n_active), self.communicator)
@@ -69,28 +74,13 @@ class RowParallelLinear(Layer):
 
 
 @dataclass
-class GatheredHead(Linear):
+class GatheredHead(_ShareOfLayer, Linear):
     """An output projection of whose rows this rank has some: each gets the logits of all.
 
     `linear` has this rank's rows of [vocab_size, K], of which the last rank's may be fewer.
     """
 
-    linear: Linear
-    communicator: Communicator
     vocab_size: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[N, K] of this rank's weight."""
-        return self.linear.shape
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        return self.linear.weight_dtype
-
-    def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
-        """Return those of this rank's layer."""
-        return self.linear.kernels(kind, dtype)
 
     def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
         return self._gathered(self.linear(x, n_active))
