@@ -31,10 +31,8 @@ def _is_property(item: pytest.Item) -> bool:
 
 def _is_sampled(item: pytest.Item) -> bool:
     """Return whether `make test` may try less of a test than `make test-long` does."""
-    name = getattr(item, "originalname", None) or item.name
-    return _is_property(item) or not sampled_names(item.path).isdisjoint(
-        {name, item.cls.__name__} if getattr(item, "cls", None) else {name}
-    )
+    names = {part.partition("[")[0] for part in item.nodeid.split("::")[1:]}
+    return _is_property(item) or not sampled_names(item.path).isdisjoint(names)
 
 
 @pytest.hookimpl(trylast=True)  # behind hypothesis, which marks its tests here

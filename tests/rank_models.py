@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import time
-import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from rank_processes import results_of_processes
 
 from ostinato.checkpoint import load_model
 from ostinato.models import Decoder, sequence_logits
@@ -67,47 +63,11 @@ def logits_of_ranks(folder: Path, size: int, tokens: Sequence[int], **options: A
 
 def logits_of_processes(folder: Path, size: int, tokens: Sequence[int]) -> list[torch.Tensor]:
     """Return the logits of ranks that are processes, over gloo."""
-    starting = multiprocessing.get_context("forkserver")
-    starting.set_forkserver_preload(["rank_models"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = starting.SimpleQueue()
-    processes = [
-        starting.Process(target=_work, args=(rank, size, store.port, folder, tokens, results))
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    found: dict[int, torch.Tensor] = {}
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        while len(found) < size:
-            assert time.monotonic() < deadline, f"some ranks hang; {sorted(found)} have finished"
-            if results.empty():
-                time.sleep(0.02)
-                continue
-            rank, told = results.get()
-            assert not isinstance(told, str), told
-            found[rank] = torch.from_numpy(told)
-    finally:
-        for process in processes:
-            process.join(10 if len(found) == size else 0)
-            process.kill()
-            process.join()
-    return [found[rank] for rank in range(size)]
+    found = results_of_processes(size, _logits, folder, tokens, preload=["rank_models"])
+    return [torch.from_numpy(logits) for logits in found]
 
 
-def _work(
-    rank: int, size: int, port: int, folder: Path, tokens: Sequence[int], results: Any
-) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    try:
-        model = load_model(folder, communicator=GroupCommunicator())
-        with torch.inference_mode():
-            told: Any = sequence_logits(model, tokens).numpy()
-    except Exception:
-        told = traceback.format_exc()
-    results.put((rank, told))
-    dist.destroy_process_group()
+def _logits(folder: Path, tokens: Sequence[int]) -> Any:
+    model = load_model(folder, communicator=GroupCommunicator())
+    with torch.inference_mode():
+        return sequence_logits(model, tokens).numpy()

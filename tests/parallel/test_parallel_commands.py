@@ -20,7 +20,7 @@ from page_blocks import code_blocks
 from rank_forks import LONGEST_S, Forks
 
 from effort import LONG
-from server_process import TINY_LLAMA, free_port
+from server_process import TINY_LLAMA, free_port, is_ready
 
 FLAGS = ["--device", "cpu", "--no-verify"]
 SERVED = [*FLAGS, "--capture-sizes", "1", "--num-pages", "64"]
@@ -67,15 +67,6 @@ def ask(port: int, tokens: int) -> tuple[int, dict[str, Any]]:
     )
     answer = connection.getresponse()
     return answer.status, json.loads(answer.read())
-
-
-def is_ready(port: int) -> bool:
-    try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
 
 
 def test_generate_prints_on_rank_0_alone(run: Run) -> None:

@@ -32,7 +32,7 @@ def serve_process(port: int, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     )
     try:
         deadline = time.monotonic() + 120
-        while not _ready(port):
+        while not is_ready(port):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -42,7 +42,7 @@ def serve_process(port: int, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def _ready(port: int) -> bool:
+def is_ready(port: int) -> bool:
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         connection.request("GET", "/ready")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import time
-import traceback
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from rank_processes import results_of_processes
 
 from ostinato.ops.collective import peers
 from ostinato.ops.collective.communicator import Communicator, GroupCommunicator
@@ -43,47 +39,14 @@ def reduce_and_gather(communicator: Communicator) -> dict[str, Any]:
     return found
 
 
-def work(rank: int, size: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    try:
-        ranks = GroupCommunicator()
-        told: dict[str, Any] = reduce_and_gather(ranks)
-        told["numbers"] = torch.tensor(peers._of_all_ranks(ranks, [rank, 7]))
-        told = {name: value.view(torch.uint8).numpy() for name, value in told.items()}
-    except Exception:
-        told = {"crashed": traceback.format_exc()}
-    results.put((rank, told))
-    dist.destroy_process_group()
+def tell() -> dict[str, Any]:
+    """Return these, and numbers of all ranks, as bytes."""
+    ranks = GroupCommunicator()
+    told = reduce_and_gather(ranks)
+    told["numbers"] = torch.tensor(peers._of_all_ranks(ranks, [ranks.rank, 7]))
+    return {name: value.view(torch.uint8).numpy() for name, value in told.items()}
 
 
 def over_gloo(size: int) -> list[dict[str, Any]]:
-    """Return what the ranks of `size` processes tell, as bytes, in rank order."""
-    spawning = multiprocessing.get_context("forkserver")
-    spawning.set_forkserver_preload(["ostinato.ops", "torch.distributed"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = spawning.SimpleQueue()
-    processes = [
-        spawning.Process(target=work, args=(rank, size, store.port, results))
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    told: dict[int, dict[str, Any]] = {}
-    deadline = time.monotonic() + 240
-    try:
-        while len(told) < size:
-            assert time.monotonic() < deadline, f"some ranks hang; until now {list(told)} told"
-            if results.empty():
-                time.sleep(0.02)
-                continue
-            rank, found = results.get()
-            assert "crashed" not in found, found["crashed"]
-            told[rank] = found
-    finally:
-        for process in processes:
-            process.join(5 if len(told) == size else 0)
-            process.kill()
-            process.join()
-    return [told[rank] for rank in range(size)]
+    """Return what the ranks of `size` processes tell, in rank order."""
+    return results_of_processes(size, tell, preload=["ostinato.ops", "torch.distributed"])
