@@ -4,13 +4,15 @@
 
 OURS is a document of `bench engine --lm-head bf16`; THEIRS says `rows` of a batch and milliseconds
 a step, `first` of milliseconds to the first tokens of a batch, `versions` and `phases` in seconds.
-Both output projections have 16 bits, so that the same work is compared.
+Both output projections have 16 bits, so that the same work is compared. Rows of other dtypes that
+F has stay; those of another commit name it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,15 @@ def joined(dtype: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[dic
     return rows
 
 
+def kept(file: Path, dtypes: Sequence[str], commit: str) -> list[dict[str, Any]]:
+    """Return the rows of a results file that are of none of these dtypes."""
+    if not file.exists():
+        return []
+    document = json.loads(file.read_text())
+    earlier = {} if document["commit"] == commit else {"commit": document["commit"]}
+    return [earlier | row for row in document["rows"] if row["dtype"] not in dtypes]
+
+
 def main() -> None:
     """Write the file and print our rows."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -64,6 +75,7 @@ def main() -> None:
         document = {key: ours[key] for key in ("gpu", "versions", "commit")}
         document["versions"]["vllm"] = theirs["versions"]["vllm"]
         rows += joined(dtype, ours, theirs)
+    rows = kept(args.out, args.files[::3], document["commit"]) + rows
     args.out.write_text(
         json.dumps(document)[:-1]
         + ', "rows": [\n'

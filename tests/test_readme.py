@@ -103,28 +103,24 @@ def test_readme_has_at_most_150_lines() -> None:
     assert len(TEXT.splitlines()) <= 150
 
 
-def _figures(dtype: str) -> dict[str, list[float | None]]:
-    """Return the cells of the table's rows of a dtype by what they are of."""
-    rows = re.findall(rf"^\| {dtype}, (.*?) \|(.*)\|$", TEXT, flags=re.MULTILINE)
-    return {
-        name: [float(cell) if re.fullmatch(r"[\d.]+", cell.strip()) else None for cell in cells]
-        for name, cells in ((name, line.split("|")) for name, line in rows)
-    }
+def _figures(page: str, dtype: str) -> dict[str, list[float]]:
+    """Return the cells of a table's rows of a format by what they are of."""
+    rows = re.findall(rf"^\| {dtype}, (.*?) \|(.*) \|$", page, flags=re.MULTILINE)
+    return {name: [float(cell) for cell in line.split("|")] for name, line in rows}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "INT8"])
-def test_the_table_holds_the_figures_of_its_file(dtype: str) -> None:
-    file = ROOT / "docs/results/h200/side_by_side.json"
-    times, ratios = {}, {}
-    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
-        if (row["section"], row["dtype"]) == ("step", dtype.lower()):
-            batch = int(re.findall(r" b(\d+) ", row["case"])[0])
-            times[row["impl"].split("_")[0], batch] = round(row["us"])
-            ratios[batch] = row.get("ratio")
-    figures = _figures(dtype)
-    for name, impl in (("vLLM 0.33.0", "vllm"), ("Ostinato", "ostinato")):
-        assert figures[name] == [times[impl, batch] for batch in draw.BATCHES]
-    assert figures["ratio"] == [ratios[batch] for batch in draw.BATCHES]
+@pytest.mark.parametrize("dtype", draw.FORMATS)
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_the_tables_hold_the_figures_of_their_file(page: str, dtype: str) -> None:
+    expected: dict[str, list[float]] = {"vLLM 0.33.0": [], "Ostinato": [], "ratio": []}
+    for row in json.loads(draw.ENGINE.read_text(encoding="utf-8"))["rows"]:
+        if (row["section"], row["dtype"]) == ("step", dtype):
+            name = "Ostinato" if row["impl"].startswith("ostinato") else "vLLM 0.33.0"
+            expected[name].append(round(row["us"]))
+            expected["ratio"] += [row["ratio"]] if "ratio" in row else []
+    figures = _figures((ROOT / page).read_text(encoding="utf-8"), draw.FORMATS[dtype])
+    assert "ratio" in figures
+    assert figures == {name: expected[name] for name in figures}
 
 
 @pytest.mark.parametrize("name", draw_kernels.PICTURES)
@@ -142,6 +138,6 @@ def test_pictures_of_benchmarks_show_the_rows_of_their_files(name: str, tmp_path
 
 
 def test_the_picture_shows_the_figures_of_its_file(tmp_path: Path) -> None:
-    draw.draw_engine(tmp_path / "engine_h100.svg")
-    drawn = (tmp_path / "engine_h100.svg").read_text(encoding="utf-8")
-    assert drawn == (draw.HERE / "engine_h100.svg").read_text(encoding="utf-8")
+    draw.draw_engine(tmp_path / "engine_h200.svg")
+    drawn = (tmp_path / "engine_h200.svg").read_text(encoding="utf-8")
+    assert drawn == (draw.HERE / "engine_h200.svg").read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
     python docs/pictures/draw.py [FOLDER]
 
-Writes `engine_h100.svg` into FOLDER, by default the one of this file. Needs matplotlib.
+Writes `engine_h200.svg` into FOLDER, by default the one of this file. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -15,41 +15,42 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
-ENGINE = HERE.parent / "results" / "h100" / "engine_vllm033.json"
+ENGINE = HERE.parent / "results" / "h200" / "side_by_side.json"
 BATCHES = (1, 8, 32, 128, 256)
+FORMATS = {"bf16": "bf16", "int8": "INT8", "fp8": "FP8", "fp8-block": "FP8 in blocks of 128"}
 BARS = (
-    ("vllm_{}", "vLLM 0.33.0, 16-bit output projection", "#9aa5b1"),
-    ("ostinato_{}", "Ostinato, 16-bit output projection", "#1f6feb"),
-    ("ostinato_{0}_lm_head_{0}", "Ostinato, 8-bit output projection", "#8fbcff"),
+    ("vllm", "vLLM 0.33.0", "#9aa5b1"),
+    ("ostinato", "Ostinato", "#1f6feb"),
 )
 
 
-def step_times(results: Path) -> dict[tuple[str, int], int]:
-    """Return the µs of a decode step by implementation and batch."""
+def step_times(results: Path) -> dict[tuple[str, str, int], float]:
+    """Return the µs of a decode step by engine, format and batch."""
     rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
     return {
-        (row["impl"], int(row["case"].split()[1].removeprefix("b"))): row["us"]
+        (row["impl"].split("_")[0], row["dtype"], int(row["case"].split()[1][1:])): row["us"]
         for row in rows
-        if row["section"] == "engine"
+        if row["section"] == "step"
     }
 
 
 def draw_engine(path: Path) -> None:
-    """Draw the step times of both engines as bars, INT8 beside FP8."""
+    """Draw the step times of both engines as bars, a panel for each format."""
     times = step_times(ENGINE)
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    for axes, dtype in zip(figure.subplots(1, 2, sharey=True), ("int8", "fp8"), strict=True):
-        for index, (impl, label, colour) in enumerate(BARS):
-            shown = [(n, times.get((impl.format(dtype), batch))) for n, batch in enumerate(BATCHES)]
-            known = [(n + (index - 1) * 0.27, us / 1000) for n, us in shown if us is not None]
-            axes.bar(*zip(*known, strict=True), width=0.25, color=colour, label=label)
-        axes.set_title(f"Llama-3.1-8B, {dtype.upper()}, H100 80GB")
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    panels = figure.subplots(1, len(FORMATS), sharey=True)
+    for axes, (dtype, title) in zip(panels, FORMATS.items(), strict=True):
+        for index, (engine, label, colour) in enumerate(BARS):
+            heights = [times[engine, dtype, batch] / 1000 for batch in BATCHES]
+            places = [n + (index - 0.5) * 0.42 for n in range(len(BATCHES))]
+            axes.bar(places, heights, width=0.4, color=colour, label=label)
+        axes.set_title(title)
         axes.set_xticks(range(len(BATCHES)), [str(batch) for batch in BATCHES])
         axes.set_xlabel("batch")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("ms per decode step")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    panels[0].set_ylabel("ms per decode step")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(BARS), frameon=False)
     save(figure, path)
 
 
@@ -60,4 +61,4 @@ def save(figure: Figure, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw_engine(Path(sys.argv[1] if len(sys.argv) > 1 else HERE) / "engine_h100.svg")
+    draw_engine(Path(sys.argv[1] if len(sys.argv) > 1 else HERE) / "engine_h200.svg")

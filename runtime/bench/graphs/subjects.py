@@ -27,7 +27,7 @@ from .hugging_face import Attention, random_hugging_face_llama, static_cache
 _PAGE_SIZE = 16
 # On an H200 cuDNN's attention (9.19, torch 2.11), which torch would take, gave other bits than at
 # first in 299 of 300 calls with the same inputs, this one in none
-# (docs/results/h200/hf-step.txt). The second is for a CPU.
+# (docs/results/h200/texts/hf-step.txt). The second is for a CPU.
 _REPEATABLE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
