@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import torch
@@ -29,11 +31,32 @@ def load_ranks(
 
     Ranks on a GPU share it.
     """
-    made = local_peers if torch.device(device).type == "cuda" else local_communicators
-    ranks = made(size, timeout_s=TIMEOUT_S)
+    if torch.device(device).type == "cuda":
+        ranks = local_peers(size, timeout_s=TIMEOUT_S)
+        launch_together(ranks)
+    else:
+        ranks = local_communicators(size, timeout_s=TIMEOUT_S)
     return run_ranks(
         ranks, lambda rank: load_model(folder, device=rank.device, communicator=rank, **options)
     )
+
+
+def launch_together(ranks: Sequence[Any]) -> None:
+    """Have the ranks of one GPU launch a collective when all have come to it.
+
+    One that waits on the GPU for another would wait in vain if the other's next kernel were
+    launched for the first time: CUDA loads it when the GPU has nothing left to do. Ranks with a GPU
+    each need no such care.
+    """
+    barrier = Barrier(len(ranks), timeout=TIMEOUT_S)
+
+    def met(launch: Callable[..., None], *args: Any, **given: Any) -> None:
+        torch.cuda.current_stream().synchronize()
+        barrier.wait()
+        launch(*args, **given)
+
+    for rank in ranks:
+        rank._launch = partial(met, rank._launch)
 
 
 def rank_logits(models: Sequence[Decoder], tokens: Sequence[int]) -> list[torch.Tensor]:

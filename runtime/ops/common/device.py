@@ -22,16 +22,30 @@ _AS_IT_IS = nullcontext()
 
 
 @cache
-def gpu(device: int) -> tuple[str, int]:
-    """Return the name of a GPU and how many multiprocessors it has."""
+def _gpu(device: int) -> tuple[str, int]:
     properties = torch.cuda.get_device_properties(device)
     return properties.name, properties.multi_processor_count
 
 
+def gpu(device: int) -> tuple[str, int]:
+    """Return the name of a GPU and how many multiprocessors it has."""
+    return _gpu(device)
+
+
 @cache
+def _runs(family: type[Variant], device: int) -> bool:
+    return family.supports(capability_of(device))
+
+
 def runs(family: type[Variant], device: int) -> bool:
     """Return whether a GPU runs kernels of a family; torch's operators serve where it does not."""
-    return family.supports(capability_of(device))
+    return _runs(family, device)
+
+
+# torch.compile takes their answers for constants: it cannot trace questions to the driver. This is
+# what `torch.compiler.assume_constant_result` does, which would import the compiler.
+for _constant in (gpu, runs):
+    _constant.__dict__["_dynamo_marked_constant"] = True
 
 
 def has_kernel(family: type[Variant], x: torch.Tensor) -> bool:

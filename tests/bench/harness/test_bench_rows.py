@@ -51,17 +51,17 @@ def test_a_document_has_the_columns_where_there_is_a_peer() -> None:
 @pytest.mark.parametrize(
     ("file", "benchmark"),
     [
-        ("h200/gemm.json", GEMM),
-        ("h200/decode.json", DECODE),
-        ("h200/prefill.json", PREFILL["bf16"]),
-        ("h200/prefill_fp8.json", PREFILL["fp8"]),
+        ("gemm.json", GEMM),
+        ("decode.json", DECODE),
+        ("prefill.json", PREFILL["bf16"]),
+        ("prefill_fp8.json", PREFILL["fp8"]),
     ],
 )
 def test_committed_documents_are_read_and_summed_up(file: str, benchmark: Benchmark) -> None:
-    rows = [Row(**fields) for fields in json.loads((RESULTS / file).read_text())["rows"]]
+    rows = [Row(**fields) for fields in json.loads((RESULTS / "h200" / file).read_text())["rows"]]
     assert {one.section for one in rows} == {benchmark.section}
     measured = times(rows, benchmark.parse)
-    printed = (RESULTS / file).with_suffix(".txt").read_text()
+    printed = (RESULTS / "h200" / "texts" / file).with_suffix(".txt").read_text()
     [part] = printed.split("== against the peers of this run (µs)\n")[1:]
     lines = benchmark.summary.lines(measured, measured)
     assert part.startswith("\n".join(lines) + "\n")

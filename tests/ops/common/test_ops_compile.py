@@ -13,8 +13,11 @@ from ops_cases import E4M3, assert_same_bits, int32
 
 from effort import effort
 from ostinato import ops
+from ostinato.jit import targets
 from ostinato.ops.collective.communicator import Communicator, local_communicators
 from ostinato.ops.collective.peers import local_peers
+from ostinato.ops.common.device import runs
+from ostinato.ops.linear.gemm_variants import GemmTiled
 from ostinato.ops.moe.plan import MoePlan
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -283,6 +286,12 @@ def check(names: list[str], device: torch.device, **options: Any) -> None:
 def test_each_public_op_has_a_case() -> None:
     """A new op needs a case above, so that it is known to be compiled."""
     assert sorted(CALLS) == sorted(OPS)
+
+
+def test_what_a_gpu_runs_is_a_constant_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "_driver_capability", lambda device: (9, 0))
+    compiled = torch.compile(lambda x: x + runs(GemmTiled, 77), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)).item() == 1
 
 
 def test_all_ops_trace_into_one_graph(device: torch.device) -> None:
