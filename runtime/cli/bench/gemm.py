@@ -83,9 +83,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     add_run_flags(
         parser,
         "sgl_i8, sgl_f8 (sglang-kernel), smm_row, smm_ten (torch._scaled_mm by row, by tensor), "
-        "int_mm and bf16 (torch's; not W8A8: for reference, and bf16 is what ours in bf16 is "
-        "compared with); for fp8-block dg_blk (DeepGEMM), tri_blk (Triton) and smm_blk "
-        "(torch._scaled_mm)",
+        "for fp8-block dg_blk (DeepGEMM), tri_blk (Triton), smm_blk (torch._scaled_mm), for bf16 "
+        "bf16 (torch's); int_mm and bf16 beside W8A8 for reference, if they are named",
     )
     parser.set_defaults(run=_run)
 
@@ -93,7 +92,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
 def _run(args: argparse.Namespace) -> int:
     chosen = _check(args)
 
-    from ...bench.gemm.benchmark import BENCHMARK
+    from ...bench.gemm.benchmark import BENCHMARK, is_rival
     from ...bench.gemm.impls import ours
     from ...bench.harness.rotation import RESTED, SUSTAINED
 
@@ -102,11 +101,13 @@ def _run(args: argparse.Namespace) -> int:
             _compile(chosen, args.dtype, device)
 
     library = args.sgl_library
+    mine = [ours(dtype, with_pdl=pdl) for dtype in args.dtype for pdl in _PDL[args.pdl]]
     return run(
         args,
         BENCHMARK,
         chosen,
-        [ours(dtype, with_pdl=pdl) for dtype in args.dtype for pdl in _PDL[args.pdl]],
+        mine,
+        compared=lambda name: any(is_rival(impl.name, name) for impl in mine),
         environ={**os.environ, _SGL_LIBRARY: str(library)} if library is not None else None,
         required=library is not None,  # whoever names a library wants it timed
         pace=SUSTAINED if args.sustained else RESTED,

@@ -36,7 +36,7 @@ def add_run_flags(parser: argparse.ArgumentParser, peers: str) -> None:
         nargs="+",
         default=["all"],
         metavar="NAME",
-        help=f"{peers}; all that are installed (default) or none",
+        help=f"{peers}; none, or all that are installed and that ours are compared with (default)",
     )
     add_peers_flag(parser)
     add_targets_flag(parser)
@@ -53,6 +53,7 @@ def run(
     ours: Sequence[Implementation],
     *,
     expand: Callable[[Implementation], Sequence[Implementation]] = lambda peer: [peer],
+    compared: Callable[[str], bool] = lambda name: True,
     environ: Mapping[str, str] | None = None,
     required: bool = False,
     pace: Pace | None = None,
@@ -66,6 +67,7 @@ def run(
         cases: what is computed.
         ours: our implementations.
         expand: returns the implementations of a peer that this run times.
+        compared: whether ours are compared with the peer of a name; others are timed if asked for.
         environ: what adapters read instead of the process's environment.
         required: whether each peer is needed, as if it were asked for by name.
         pace: of the timing; that of a card at rest by default.
@@ -90,7 +92,9 @@ def run(
     with user_errors(ValueError):
         known = find_peers(benchmark, adapter_folder(args.peers, environ), environ, expand)
     output = Output(args.json, device)
-    impls = [*ours, *ready_peers(args.peer, known, output, required=required)]
+    asked = {"all": list(filter(compared, known)), "none": []}.get(" ".join(args.peer), args.peer)
+    required = required or asked is args.peer
+    impls = [*ours, *ready_peers(asked, known, output, required=required)]
     prepare(device)
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         results = time_cases(benchmark, cases, impls, device, pace=pace or RESTED)
@@ -105,24 +109,23 @@ def ready_peers(
     known: Mapping[str, list[Implementation]],
     output: Output,
     *,
-    required: bool = False,
+    required: bool,
 ) -> list[Implementation]:
-    """Return the peers of --peer, less those that are not installed, unless asked for by name.
+    """Return the peers of these names, less those that are not installed.
 
     Args:
-        asked: names, or all or none.
+        asked: names.
         known: the implementations of every peer, by its name.
         output: says which are not timed, and records the versions of the others.
-        required: as if each were asked for by name.
+        required: whether all have to be installed.
 
     Raises:
-        UserError: for an unknown name, and for a peer asked for by name that is not installed.
+        UserError: for an unknown name, and for a peer that is required and not installed.
     """
     from ...bench.harness.peers import select
 
-    names = {"all": list(known), "none": []}.get(" ".join(asked), asked)
     try:
-        found = select(names, known)
+        found = select(asked, known)
     except ValueError as error:
         raise UserError(f"--peer: {error}") from error
     ready = []
@@ -130,7 +133,7 @@ def ready_peers(
         try:
             peer.prepare()
         except Exception as error:  # whatever goes wrong when somebody else's package is imported
-            if required or names is asked:
+            if required:
                 raise UserError(f"{peer.name}: {error}") from error
             output.say(f"{peer.name} is not timed: {error}")
         else:

@@ -68,6 +68,15 @@ def test_by_default_what_is_not_installed_is_left_out(capsys: pytest.CaptureFixt
     assert "smm_row" in printed
 
 
+def test_by_default_peers_are_those_that_ours_is_compared_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("--shapes 128x256 --m 1 --dtype fp8-block --device cpu") == 0
+    printed = capsys.readouterr().out
+    assert "smm_blk" in printed
+    assert not any(name in printed for name in ("sgl_i8", "smm_row", "int_mm", "bf16"))
+
+
 def test_no_peers(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--shapes 16x32 --m 1 --dtype fp8 --peer none --device cpu") == 0
     printed = capsys.readouterr().out
