@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hf_models import MODELS, random_model, save_plain
 
+from effort import sampled
 from ostinato.checkpoint import quantize_checkpoint
 from ostinato.checkpoint.new_folder import new_folder
 
@@ -79,11 +80,14 @@ def src(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [
-        (signal.SIGTERM, -signal.SIGTERM),
-        (signal.SIGHUP, -signal.SIGHUP),
-        (signal.SIGINT, 128 + signal.SIGINT),
-    ],
+    sampled(
+        [
+            (signal.SIGTERM, -signal.SIGTERM),
+            (signal.SIGHUP, -signal.SIGHUP),
+            (signal.SIGINT, 128 + signal.SIGINT),
+        ],
+        2,
+    ),
 )
 def test_a_signal_leaves_nothing(
     number: signal.Signals, code: int, src: Path, tmp_path: Path

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from effort import sampled
 from ostinato import __version__
 from ostinato.cli.command import Command, UserError, comma_separated, user_errors
 from ostinato.cli.main import COMMANDS, main
@@ -127,15 +129,18 @@ def test_comma_separated() -> None:
 
 @pytest.mark.parametrize(
     ("command", "code", "error"),
-    [
-        ("generate {} <&-", 2, "stdin: got no prompt"),
-        ("generate {} - <&-", 2, "stdin: got no prompt"),
-        ("generate {} x --max-tokens 2 --no-verify >&-", 0, "decode "),
-        ("env >&-", 0, ""),
-        ("env --json 2>&-", 0, ""),
-        ("sing 2>&-", 2, ""),
-        ("env <&- >&- 2>&-", 0, ""),
-    ],
+    sampled(
+        [
+            ("generate {} <&-", 2, "stdin: got no prompt"),
+            ("generate {} - <&-", 2, "stdin: got no prompt"),
+            ("env >&-", 0, ""),
+            ("generate {} x --max-tokens 2 --no-verify >&-", 0, "decode "),
+            ("env --json 2>&-", 0, ""),
+            ("sing 2>&-", 2, ""),
+            ("env <&- >&- 2>&-", 0, ""),
+        ],
+        3,
+    ),
 )
 def test_standard_streams_may_be_closed(
     command: str, code: int, error: str, checkpoint: Path
@@ -149,8 +154,13 @@ def test_standard_streams_may_be_closed(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", ["env", "generate {} x --max-tokens 2 --no-verify"])
+@pytest.mark.parametrize(
+    ("command", "unbuffered"),
+    sampled(
+        list(product(["env", "generate {} x --max-tokens 2 --no-verify"], ["", "1"])),
+        3,
+    ),
+)
 def test_a_full_disk_is_an_error_in_one_line(
     command: str, unbuffered: str, checkpoint: Path
 ) -> None:

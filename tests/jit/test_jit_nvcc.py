@@ -83,19 +83,12 @@ def test_kernels_are_within_their_budgets() -> None:
     """One of each family that leaves few registers free; a serialised wgmma is an excess, too.
 
     Those that stream weights are compiled in two seconds each: all of them under `make test-long`,
-    where the slow ones are, too. `make test` compiles the fastest of each family.
+    where the slow ones are, too. `make test` compiles three.
     """
     fast: list[Variant] = [
-        AppendKV(dtype="bf16", cache_dtype="e4m3"),
         AttentionDecode(head_dim=128, dtype="bf16", columns=8, split_tokens=1024, cluster=4),
-        AttentionPrefill(head_dim=64, dtype="fp16", keys="pages"),
-        Embed(dtype="bf16"),
-        next(kernel for kernel in CATALOGUE if isinstance(kernel, FusedLinear)),
         next(kernel for kernel in CATALOGUE if isinstance(kernel, GemmSmallM)),
-        GemmTiled(dtype="e4m3", out_dtype="fp16", channels=128, tokens=32, fast_accum=True),
         MergeStates(dtype="bf16"),
-        Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
-        Sample(dtype="fp32"),
     ]
     every: list[Variant] = [
         AppendKV(dtype="bf16", cache_dtype="e4m3"),

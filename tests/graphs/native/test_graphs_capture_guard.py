@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.graphs import _native
+
 _DRIVER = """
 static int capturing, fails, host;
 static void* graph = &graph;
@@ -28,9 +30,12 @@ int is_capturing(void) { return capturing; }
 int hosts(void) { return host; }
 """
 _PREPARE = """
-import ctypes, signal, sys
+import ctypes, importlib.util, signal, sys
 cuda = ctypes.CDLL({library!r}, ctypes.RTLD_GLOBAL)
-from ostinato.graphs._native import CaptureGuard
+spec = importlib.util.spec_from_file_location("ostinato.graphs._native", {native!r})
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+CaptureGuard = native.CaptureGuard
 
 class Graph:
     def __init__(self): self.calls, self.fails = [], False
@@ -65,8 +70,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(library: Path, code: str) -> list[str]:
-    """Run code in a process that has loaded the driver as CUDA's; return the lines it printed."""
-    whole = _PREPARE.format(library=str(library)) + textwrap.dedent(code)
+    """Run code in a process that has loaded the driver as CUDA's; return the lines it printed.
+
+    It loads the extension alone: the package would import torch, for seconds.
+    """
+    prepare = _PREPARE.format(library=str(library), native=_native.__file__)
+    whole = prepare + textwrap.dedent(code)
     said = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     return said.stdout.splitlines()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kernels_emulation import compile_cases, emulated_sources
 
-from effort import effort
+from effort import LONG, effort
 from ostinato.ops.attention.decode_variants import AttentionDecode
 
 pytestmark = pytest.mark.nvcc
@@ -63,7 +63,7 @@ def _results(sources: Path, variant: AttentionDecode, folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "variant", effort(_OTHERS[1::4], _OTHERS), ids=lambda variant: variant.name
+    "variant", effort(_OTHERS[1::8], _OTHERS), ids=lambda variant: variant.name
 )
 def test_every_schedule_gives_the_right_rows(
     sources: Path, variant: AttentionDecode, tmp_path: Path
@@ -71,6 +71,7 @@ def test_every_schedule_gives_the_right_rows(
     assert _results(sources, variant, tmp_path)
 
 
+@pytest.mark.skipif(not LONG, reason="`make test-long` has it: 20 seconds")
 def test_clusters_and_single_ctas_give_the_same_bits(sources: Path, tmp_path: Path) -> None:
     results = {name: _results(sources, variant, tmp_path) for name, variant in _INVARIANT.items()}
     assert results["cluster"] == results["alone"]
@@ -88,7 +89,8 @@ def test_dynamic_scheduling_gives_the_right_rows(
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("head_dim", effort([64], [64, 128]))
+@pytest.mark.skipif(not LONG, reason="`make test-long` has it: 15 seconds")
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_throttled_warps_give_the_right_rows(sources: Path, head_dim: int, tmp_path: Path) -> None:
     variant = AttentionDecode(head_dim=head_dim, dtype="bf16", cluster=2)
     done, _ = _run(sources, variant, tmp_path, "throttled")
