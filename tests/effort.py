@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 LONG = os.environ.get("OSTINATO_TEST_EFFORT", "") == "long"
 EXAMPLES = int(os.environ.get("OSTINATO_TEST_EXAMPLES", "0"))
+# For a test that takes long, and whose like is tried in any case.
+long_only = pytest.mark.skipif(not LONG, reason="`make test-long` has it")
 
 
 def effort(short: T, long: T) -> T:

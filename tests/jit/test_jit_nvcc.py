@@ -210,7 +210,7 @@ _DECODE = AttentionDecode(head_dim=128, dtype="bf16", columns=8)
             ("OSTINATO_CLUSTER=16", "a cluster has at most 8 CTAs"),
             ("OSTINATO_CLUSTER=3", "divide 8 lines of an MMA"),
         ],
-        3,
+        5,
     ),
 )
 def test_impossible_decode_kernels_do_not_compile(define: str, sentence: str) -> None:
@@ -232,7 +232,7 @@ _PREFILL = AttentionPrefill(head_dim=128, dtype="bf16")
             ("OSTINATO_CONSUMERS=3", "scores, weights and outputs must fit in the registers"),
             ("OSTINATO_CONSUMERS=4", "two or three warpgroups multiply"),
         ],
-        3,
+        5,
     ),
 )
 def test_impossible_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:
@@ -253,7 +253,7 @@ _PREFILL_8_BIT = AttentionPrefill(head_dim=128, dtype="bf16", kv_dtype="e4m3", k
             ("OSTINATO_HEAD_DIM=96", "8-bit heads have 64, 128 or 256 elements"),
             ("OSTINATO_KEYS=112", "each lane has as many vectors"),
         ],
-        3,
+        5,
     ),
 )
 def test_impossible_8_bit_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:
@@ -276,7 +276,7 @@ _PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", wa
             ("OSTINATO_SOURCE=Slots", "8-bit values are packed, of 64, 128 or 256 columns"),
             ("OSTINATO_KEYS=128", "scores, weights and outputs must fit in the registers"),
         ],
-        3,
+        5,
     ),
 )
 def test_impossible_fp8_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:

@@ -19,7 +19,7 @@ import pytest
 from page_blocks import code_blocks
 from rank_forks import LONGEST_S, Forks
 
-from effort import LONG
+from effort import LONG, long_only
 from server_process import TINY_LLAMA, free_port, is_ready
 
 FLAGS = ["--device", "cpu", "--no-verify"]
@@ -157,7 +157,7 @@ def test_the_page_has_a_program_for_every_rank(forks: Forks) -> None:
     assert second["told"][0]["printed"] == ""
 
 
-@pytest.mark.skipif(not LONG, reason="`make test-long` has it: three more imports of torch")
+@long_only  # three more imports of torch
 def test_torchrun_starts_ranks() -> None:
     done = subprocess.run(
         [

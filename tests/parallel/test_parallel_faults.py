@@ -37,14 +37,8 @@ def random_fault(generator: random.Random) -> dict[str, Any]:
     }
 
 
-# Each kind of place and of fault at least once where few are tried.
-SHORT = [
-    ("load", 1, 1, "memory"),
-    ("capture", 3, 1, "value"),
-    ("serving", 9, 1, "kill"),
-    ("serving", 12, 0, "exit"),
-    ("idle", 5, 1, "stop"),
-]
+# Where few are tried: an error, an end and a stall, each in another place.
+SHORT = [("load", 1, 1, "memory"), ("serving", 9, 1, "kill"), ("idle", 5, 1, "stop")]
 FAULTS = effort(
     [
         {
@@ -71,7 +65,7 @@ def expected() -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(1200)
 def test_whatever_happens_to_one_rank_the_others_end(expected: list[dict[str, Any]]) -> None:
-    reports = run_cases(FAULTS, at_once=effort(5, 8))
+    reports = run_cases(FAULTS, at_once=effort(3, 8))
     wrong = [problem for report in reports for problem in problems(report, expected)]
     assert not wrong, f"{len(wrong)} faults went wrong\n" + "\n\n".join(map(str, wrong[:5]))
     if LONG:

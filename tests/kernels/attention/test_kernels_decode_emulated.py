@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kernels_emulation import compile_cases, emulated_sources
 
-from effort import LONG, effort
+from effort import effort, long_only, sampled
 from ostinato.ops.attention.decode_variants import AttentionDecode
 
 pytestmark = pytest.mark.nvcc
@@ -71,16 +71,15 @@ def test_every_schedule_gives_the_right_rows(
     assert _results(sources, variant, tmp_path)
 
 
-@pytest.mark.skipif(not LONG, reason="`make test-long` has it: 20 seconds")
+@long_only
 def test_clusters_and_single_ctas_give_the_same_bits(sources: Path, tmp_path: Path) -> None:
     results = {name: _results(sources, variant, tmp_path) for name, variant in _INVARIANT.items()}
     assert results["cluster"] == results["alone"]
 
 
+@long_only
 @pytest.mark.parametrize(
-    "variant",
-    effort([_variant()], [_variant(), _INVARIANT["alone"]]),
-    ids=lambda variant: variant.name,
+    "variant", [_variant(), _INVARIANT["alone"]], ids=lambda variant: variant.name
 )
 def test_dynamic_scheduling_gives_the_right_rows(
     sources: Path, variant: AttentionDecode, tmp_path: Path
@@ -89,7 +88,7 @@ def test_dynamic_scheduling_gives_the_right_rows(
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.skipif(not LONG, reason="`make test-long` has it: 15 seconds")
+@long_only
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_throttled_warps_give_the_right_rows(sources: Path, head_dim: int, tmp_path: Path) -> None:
     variant = AttentionDecode(head_dim=head_dim, dtype="bf16", cluster=2)
@@ -97,6 +96,7 @@ def test_throttled_warps_give_the_right_rows(sources: Path, head_dim: int, tmp_p
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@long_only
 def test_a_missing_wait_of_the_scheduler_is_found(sources: Path, tmp_path: Path) -> None:
     sources = shutil.copytree(sources, tmp_path / "csrc")
     path = sources / "attention" / "decode" / "dynamic_scheduler.cuh"
@@ -110,14 +110,16 @@ def test_a_missing_wait_of_the_scheduler_is_found(sources: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("file", "barrier"),
-    [
-        (
-            "attention/decode/epilogue.cuh",
-            "__syncthreads();\n      OSTINATO_DELAY(decode_sums_load",
-        ),
-        ("attention/decode/cluster_reduce.cuh", "wait(&storage_.arrived[warp], parity_);"),
-    ],
-    ids=["of a CTA", "of a cluster's stores"],
+    sampled(
+        [
+            (
+                "attention/decode/epilogue.cuh",
+                "__syncthreads();\n      OSTINATO_DELAY(decode_sums_load",
+            ),
+            ("attention/decode/cluster_reduce.cuh", "wait(&storage_.arrived[warp], parity_);"),
+        ],
+        2,
+    ),
 )
 def test_a_missing_barrier_is_found(sources: Path, tmp_path: Path, file: str, barrier: str) -> None:
     sources = shutil.copytree(sources, tmp_path / "csrc")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kernels_emulation import compile_cases, compile_program, emulated_sources
 
-from effort import effort
+from effort import effort, long_only
 from ostinato.ops.attention.prefill_variants import AttentionPrefill
 
 pytestmark = pytest.mark.nvcc
@@ -87,6 +87,7 @@ def test_bits_are_those_of_dequantised_keys_and_values(
     assert results[0] == results[1]
 
 
+@long_only
 @pytest.mark.parametrize(
     ("variant", "file", "call"),
     [
