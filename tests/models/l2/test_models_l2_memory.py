@@ -117,6 +117,13 @@ class Driver:
         return np.where(np.array(found) == sms % 2, 300, 500), sms
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _spared_objects() -> None:
+    """Spare the collector, which is asked hundreds of times, what the tests before these left."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], Driver]:
     def take(driver: Driver) -> Driver:
