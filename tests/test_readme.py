@@ -119,8 +119,8 @@ def test_the_tables_hold_the_figures_of_their_file(page: str, dtype: str) -> Non
             expected[name].append(round(row["us"]))
             expected["ratio"] += [row["ratio"]] if "ratio" in row else []
     figures = _figures((ROOT / page).read_text(encoding="utf-8"), draw.FORMATS[dtype])
-    assert "ratio" in figures
-    assert figures == {name: expected[name] for name in figures}
+    shown = ["ratio"] if page == "README.md" and dtype.startswith("fp8") else list(expected)
+    assert figures == {name: expected[name] for name in shown}
 
 
 @pytest.mark.parametrize("name", draw_kernels.PICTURES)
