@@ -52,12 +52,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    _spare_objects()
+
+
+def _spare_objects() -> None:
     """Spare the garbage collector all that is imported and collected by now and stays.
 
     Some tests collect garbage hundreds of times: 0.2 s each while it visits those objects, too.
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def spared_objects() -> None:
+    """Spare the collector what the tests before this module's left, too."""
+    _spare_objects()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import torch
@@ -48,15 +47,14 @@ def launch_together(ranks: Sequence[Any]) -> None:
     launched for the first time: CUDA loads it when the GPU has nothing left to do. Ranks with a GPU
     each need no such care.
     """
-    barrier = Barrier(len(ranks), timeout=TIMEOUT_S)
 
-    def met(launch: Callable[..., None], *args: Any, **given: Any) -> None:
+    def met(rank: Any, launch: Callable[..., None], *args: Any, **given: Any) -> None:
         torch.cuda.current_stream().synchronize()
-        barrier.wait()
+        rank._meet()
         launch(*args, **given)
 
     for rank in ranks:
-        rank._launch = partial(met, rank._launch)
+        rank._launch = partial(met, rank, rank._launch)
 
 
 def rank_logits(models: Sequence[Decoder], tokens: Sequence[int]) -> list[torch.Tensor]:

@@ -92,7 +92,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
 def _run(args: argparse.Namespace) -> int:
     chosen = _check(args)
 
-    from ...bench.gemm.benchmark import BENCHMARK, is_rival
+    from ...bench.gemm.benchmark import BENCHMARK
     from ...bench.gemm.impls import ours
     from ...bench.harness.rotation import RESTED, SUSTAINED
 
@@ -101,13 +101,12 @@ def _run(args: argparse.Namespace) -> int:
             _compile(chosen, args.dtype, device)
 
     library = args.sgl_library
-    mine = [ours(dtype, with_pdl=pdl) for dtype in args.dtype for pdl in _PDL[args.pdl]]
     return run(
         args,
         BENCHMARK,
         chosen,
-        mine,
-        compared=lambda name: any(is_rival(impl.name, name) for impl in mine),
+        [ours(dtype, with_pdl=pdl) for dtype in args.dtype for pdl in _PDL[args.pdl]],
+        rivals_alone=True,
         environ={**os.environ, _SGL_LIBRARY: str(library)} if library is not None else None,
         required=library is not None,  # whoever names a library wants it timed
         pace=SUSTAINED if args.sustained else RESTED,

@@ -72,11 +72,10 @@ def _run(args: argparse.Namespace) -> int:
     chosen = _check(args)
 
     from ...bench.moe.benchmark import BENCHMARK
-    from ...bench.moe.impls import RIVALS, ours
+    from ...bench.moe.impls import ours
 
     mine = [ours(dtype) for dtype in args.dtype]
-    compared = {name for impl in mine for name in RIVALS.get(impl.name, ())}
-    return run(args, BENCHMARK, chosen, mine, compared=compared.__contains__)
+    return run(args, BENCHMARK, chosen, mine, rivals_alone=True)
 
 
 def _check(args: argparse.Namespace) -> list[Case]:

@@ -36,7 +36,7 @@ def add_run_flags(parser: argparse.ArgumentParser, peers: str) -> None:
         nargs="+",
         default=["all"],
         metavar="NAME",
-        help=f"{peers}; none, or all that are installed and that ours are compared with (default)",
+        help=f"{peers}; all that are installed and that ours are compared with (default) or none",
     )
     add_peers_flag(parser)
     add_targets_flag(parser)
@@ -53,7 +53,7 @@ def run(
     ours: Sequence[Implementation],
     *,
     expand: Callable[[Implementation], Sequence[Implementation]] = lambda peer: [peer],
-    compared: Callable[[str], bool] = lambda name: True,
+    rivals_alone: bool = False,
     environ: Mapping[str, str] | None = None,
     required: bool = False,
     pace: Pace | None = None,
@@ -67,7 +67,7 @@ def run(
         cases: what is computed.
         ours: our implementations.
         expand: returns the implementations of a peer that this run times.
-        compared: whether ours are compared with the peer of a name; others are timed if asked for.
+        rivals_alone: whether "all" peers are those alone that one of ours is compared with.
         environ: what adapters read instead of the process's environment.
         required: whether each peer is needed, as if it were asked for by name.
         pace: of the timing; that of a card at rest by default.
@@ -92,7 +92,13 @@ def run(
     with user_errors(ValueError):
         known = find_peers(benchmark, adapter_folder(args.peers, environ), environ, expand)
     output = Output(args.json, device)
-    asked = {"all": list(filter(compared, known)), "none": []}.get(" ".join(args.peer), args.peer)
+    is_rival = benchmark.summary.rivals
+    every = [
+        name
+        for name in known
+        if not rivals_alone or any(is_rival(impl.name, name) for impl in ours)
+    ]
+    asked = {"all": every, "none": []}.get(" ".join(args.peer), args.peer)
     required = required or asked is args.peer
     impls = [*ours, *ready_peers(asked, known, output, required=required)]
     prepare(device)

@@ -18,6 +18,8 @@ import torch
 from ostinato.models.l2 import partitioned_memory
 from ostinato.models.l2.probe import PAGE_BYTES, L2Map, parity
 
+pytestmark = pytest.mark.usefixtures("spared_objects")  # the collector is asked hundreds of times
+
 _L2 = L2Map(0xAB000, sms=tuple(i % 2 for i in range(132)), between=(400.0,) * 132)
 _PAIR = 2 * PAGE_BYTES
 _OUT_OF_MEMORY, _OTHER = 2, 999
@@ -115,13 +117,6 @@ class Driver:
             found.append(self.pages[self.mapped[start]][page] ^ (rest & _L2.mask).bit_count() & 1)
         sms = np.arange(len(offsets)) % 132
         return np.where(np.array(found) == sms % 2, 300, 500), sms
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _spared_objects() -> None:
-    """Spare the collector, which is asked hundreds of times, what the tests before these left."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
