@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 
@@ -14,7 +15,8 @@ from tokenizers.models import WordLevel
 from ostinato.graphs import CaptureReport
 
 from ..engine import Engine, SamplingParams
-from ..models import Decoder, ModelConfig, ScaleKind
+from ..engine.cache_size import page_bytes
+from ..models import Decoder, ModelConfig, ScaleKind, kv_format
 from ..parallel import Ranks
 from .plans import check_least
 from .report import Row
@@ -34,6 +36,9 @@ class EnginePlan:
         repeats: runs of either length, whose medians count.
         kv_cache_dtype: as of `Engine`.
         kv_scales: likewise.
+        cached_prompts: all texts of a batch have the same prompts, which the KV cache keeps: long
+            ones are computed once. Texts of one token, which would not be prefill, are not timed.
+        cache_gib: GiB of KV cache; None: room for the largest batch.
     """
 
     batches: Sequence[int]
@@ -43,6 +48,8 @@ class EnginePlan:
     repeats: int = 3
     kv_cache_dtype: str = "auto"
     kv_scales: ScaleKind | None = None
+    cached_prompts: bool = False
+    cache_gib: float | None = None
 
     @property
     def context(self) -> int:
@@ -53,7 +60,8 @@ class EnginePlan:
         """Refuse what cannot be measured on a model.
 
         Raises:
-            ValueError: for a number that is too small, or a context that the model does not have.
+            ValueError: for a number that is too small, a context that the model does not have, and
+                a cache that might not keep all prompts.
         """
         least = [("batch", batch, 1) for batch in self.batches]
         least += [("prompt", self.prompt, 1), ("output", self.outputs[0], 1)]
@@ -63,6 +71,10 @@ class EnginePlan:
             raise ValueError(
                 f"output: got {self.outputs[0]} and {self.outputs[1]}, expected a longer second"
             )
+        if self.cache_gib is not None and not 0 < self.cache_gib < math.inf:
+            raise ValueError(f"cache_gib: got {self.cache_gib}, expected a number above 0")
+        if self.cache_gib is not None and self.cached_prompts:
+            raise ValueError("cache_gib: got a size, expected none: all cached prompts must fit")
         if self.context > config.max_position_embeddings:
             raise ValueError(
                 f"prompt and output: got {self.context} tokens, expected at most the model's "
@@ -147,10 +159,14 @@ class EngineRow(Row):
     Attributes:
         short_s, long_s: seconds of each short and each long text, in the order of their runs, a
             short one before a long one. Their spread is what a difference of medians is good to.
+        pages: that sequences can hold.
+        preemptions: of requests, in the last long text.
     """
 
     short_s: tuple[float, ...]
     long_s: tuple[float, ...]
+    pages: int
+    preemptions: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +185,7 @@ class TooShortError(Exception):
 
 
 def engine_for(model: Decoder, plan: EnginePlan, ranks: Ranks | None = None) -> Engine:
-    """Return an engine with room for the largest batch, nothing captured yet.
+    """Return an engine with room for the largest batch, or less; nothing is captured yet.
 
     Args:
         model: its model, or this rank's share.
@@ -177,18 +193,22 @@ def engine_for(model: Decoder, plan: EnginePlan, ranks: Ranks | None = None) -> 
         ranks: the processes that share the model.
 
     Raises:
-        ValueError: for what `EnginePlan.check` and `kv_format` refuse.
+        ValueError: for what `EnginePlan.check` and `kv_format` refuse, and no room for a page.
         torch.OutOfMemoryError: when there is no room for the batch.
     """
     plan.check(model.config)
     batch, pages_each = max(plan.batches), -(-plan.context // plan.page_size)
+    pages = batch * pages_each
+    if plan.cache_gib is not None:
+        stored = kv_format(model.config, model.kv_scales, plan.kv_cache_dtype, plan.kv_scales)
+        pages = int(plan.cache_gib * 2**30) // page_bytes(model.config, stored, plan.page_size)
     return Engine(
         model,
         number_tokenizer(model.config.vocab_size),
         max_batch=batch,
         max_context=plan.context,
         page_size=plan.page_size,
-        num_pages=1 + batch * pages_each,
+        num_pages=1 + pages,
         kv_cache_dtype=plan.kv_cache_dtype,
         kv_scales=plan.kv_scales,
         ranks=ranks,
@@ -201,7 +221,8 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineR
     All requests arrive at once with different prompts and go on to their last token, greedily:
     (median seconds of the long text - median seconds of the short one) / their difference in
     tokens. So prefill cancels, while scheduling, sampling, detokenisation and the host's work for
-    every token are in. A row of texts of one token follows, which are prefill and little else.
+    every token are in. A row of texts of one token follows, which are prefill and little else,
+    unless prompts are cached.
 
     Args:
         engine: from `engine_for`, captured; the model's context must hold the plan's.
@@ -209,19 +230,28 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineR
         plan: what to measure.
 
     Raises:
-        TooShortError: if the long texts took no longer than the short ones.
+        TooShortError: if the long texts took no longer than the short ones, or cached prompts are
+            not found in the cache.
     """
     model, stored = engine.model, engine.cache.format
     generator = torch.Generator().manual_seed(0)
     short, long = plan.outputs
     # The keys that a step reads on average over the measured tokens.
     context = plan.prompt + (short + long) // 2
+
+    def new_prompts(batch: int) -> list[list[int]]:
+        shape = (batch, plan.prompt)
+        found: list[list[int]] = torch.randint(
+            model.config.vocab_size, shape, generator=generator
+        ).tolist()
+        return found
+
+    kept = new_prompts(max(plan.batches)) if plan.cached_prompts else []
     for batch in sorted(set(plan.batches)):
 
         def seconds(tokens: int, batch: int = batch) -> float:
-            # New prompts every time: their prefixes must not be found in the cache.
-            shape = (batch, plan.prompt)
-            prompts = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
+            # Unless told otherwise new prompts: their prefixes must not be found in the cache.
+            prompts = kept[:batch] if plan.cached_prompts else new_prompts(batch)
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
             started = perf_counter()
             completions = engine.generate(prompts, params)
@@ -230,8 +260,16 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineR
             return elapsed
 
         seconds(short)
-        runs = [[seconds(tokens) for tokens in plan.outputs] for _ in range(plan.repeats)]
         case = f"{name} b{batch} prompt{plan.prompt}"
+        if plan.cached_prompts:
+            _check_kept(engine, case, lambda: seconds(short))
+            case += " cached"
+        if plan.cache_gib is not None:
+            case += f" {plan.cache_gib:g}GiB"
+        runs = []
+        for _ in range(plan.repeats):
+            of_short, before = seconds(short), engine.stats.preemptions
+            runs.append([of_short, seconds(long)])
         columns = [tuple(round(s, 5) for s in column) for column in zip(*runs, strict=True)]
         medians = [statistics.median(column) for column in columns]
         if medians[1] <= medians[0]:
@@ -248,7 +286,15 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineR
             num_bytes=weight_bytes(model, batch) + kv_bytes(model.config, batch, context, stored),
             flops=step_flops(model, batch, context),
         )
-        yield EngineRow(**asdict(row), short_s=columns[0], long_s=columns[1])
+        yield EngineRow(
+            **asdict(row),
+            short_s=columns[0],
+            long_s=columns[1],
+            pages=engine.cache.usable_pages,
+            preemptions=engine.stats.preemptions - before,
+        )
+        if plan.cached_prompts:
+            continue
         seconds(1)
         texts = tuple(round(seconds(1), 5) for _ in range(plan.repeats))
         row = Row.of(
@@ -260,6 +306,19 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineR
             flops=prompt_flops(model, batch, plan.prompt),
         )
         yield FirstTokenRow(**asdict(row), texts_s=texts)
+
+
+def _check_kept(engine: Engine, case: str, text: Callable[[], float]) -> None:
+    """Check that most tokens of the prompts of a text are found in the cache."""
+    cache = engine.cache
+    asked, found = cache.prefix_tokens, cache.shared_tokens
+    text()
+    asked, found = cache.prefix_tokens - asked, cache.shared_tokens - found
+    if 2 * found < asked:
+        raise TooShortError(
+            f"{case}: {found} of {asked} tokens of prompts were found in the KV cache, expected "
+            "most: measure with longer ones"
+        )
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
 from typing import Any
 
 PRECISIONS = ("int8", "fp8", "fp8-block", "bf16")  # of the linear layers
@@ -205,3 +207,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
+
+# What names say of an 8-bit cache, the longest first: one of them begins another.
+_EIGHT_BITS = sorted(
+    map("".join, product(filter(None, KV_SUFFIXES.values()), KV_SCALES.values())),
+    key=len,
+    reverse=True,
+)
+_EIGHT_BITS_SAID = re.compile(f"(?:{'|'.join(_EIGHT_BITS)})(?=_|$)")
+
+
+def is_16_bit_twin(impl: str, name: str) -> bool:
+    """Return whether `impl` is of ours over an 8-bit cache, and `name` the same over 16 bits."""
+    return impl != name and _EIGHT_BITS_SAID.sub("", impl) == name

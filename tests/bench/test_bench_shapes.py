@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ostinato.bench.shapes import SHAPES
+from ostinato.bench.shapes import KV_SCALES, KV_SUFFIXES, SHAPES, is_16_bit_twin
 from ostinato.models import family_of, read_config
 from ostinato.models.required_kernels import model_kernels
 from ostinato.ops.catalogue import CATALOGUE
@@ -22,6 +22,17 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30.5,
     "qwen3-8b": 8.19,
 }
+
+
+def test_names_over_8_bits_have_a_twin_over_16() -> None:
+    for name in ("ostinato_int8{}", "ostinato_fp8{}_lm_head_int8", "ostinato_p16{}"):
+        twin = name.format("")
+        for dtype in filter(None, KV_SUFFIXES.values()):
+            for scales in KV_SCALES.values():
+                assert is_16_bit_twin(name.format(dtype + scales), twin)
+                assert not is_16_bit_twin(twin, name.format(dtype + scales))
+                assert not is_16_bit_twin(name.format(dtype + scales), name.format(dtype))
+        assert not is_16_bit_twin(twin, twin)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -10,6 +10,7 @@ import torch
 from ..harness.benchmark import Benchmark, one_layout_at_a_time
 from ..harness.check import Sample, sample_check
 from ..harness.summary import OURS, Summary
+from ..shapes import is_16_bit_twin
 from .cases import Case
 from .inputs import DTYPE, Inputs, Layout, expected, random_inputs
 
@@ -43,8 +44,9 @@ def num_bytes(case: Case, layout: Layout) -> int:
 
 
 def is_rival(impl: str, name: str) -> bool:
-    """Return whether a name, with its page, is of a paged peer."""
-    return _PAGED.fullmatch(name) is not None and not name.startswith(OURS)
+    """Return whether a name, with its page, is of a paged peer, or ours over a 16-bit cache."""
+    paged = _PAGED.fullmatch(name) is not None and not name.startswith(OURS)
+    return paged or is_16_bit_twin(impl, name)
 
 
 BENCHMARK: Benchmark[Case, Inputs] = Benchmark(

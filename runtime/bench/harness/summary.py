@@ -9,9 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ..report import Row
+from ..shapes import is_16_bit_twin
+
+if TYPE_CHECKING:
+    from ..report import AnyRow
 
 OURS = "ostinato_"  # begins the names of our implementations
 _WORST = 5
@@ -92,19 +96,34 @@ def with_peers(rows: Sequence[RowT], rivals: Callable[[str, str], bool]) -> list
     """Return the rows, ours with the fastest peer of the same case and our time over its.
 
     Args:
-        rows: of one run.
+        rows: of one run; those of one section are compared.
         rivals: whether an implementation of ours (first) is compared with another name (second).
     """
-    of_case = times(rows, str)
+    of_case: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        of_case.setdefault((row.section, row.case), {})[row.impl] = row.us
     found = []
     for row in rows:
         if row.impl.startswith(OURS):
-            best = _fastest(of_case[row.case], partial(rivals, row.impl))
+            best = _fastest(of_case[row.section, row.case], partial(rivals, row.impl))
             if best is not None:
                 peer, us = best
                 row = replace(row, peer=peer, ratio=float(f"{row.us / us:.4g}"))
         found.append(row)
     return found
+
+
+def compared_models(rows: Sequence[AnyRow]) -> list[AnyRow]:
+    """Return the rows of whole models, ours with the fastest peer of the same case.
+
+    Peers are implementations of others and, of ours over an 8-bit KV cache, ours over 16 bits.
+    """
+
+    def rivals(ours: str, name: str) -> bool:
+        return not name.startswith(OURS) or is_16_bit_twin(ours, name)
+
+    compared = iter(with_peers([row for row in rows if isinstance(row, Row)], rivals))
+    return [next(compared) if isinstance(row, Row) else row for row in rows]
 
 
 def times(rows: Iterable[Row], parse: Callable[[str], CaseT]) -> dict[CaseT, dict[str, float]]:

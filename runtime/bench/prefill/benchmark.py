@@ -11,6 +11,7 @@ from ..harness.benchmark import Benchmark, Implementation, one_layout_at_a_time
 from ..harness.check import MAX_ERROR, Sample, sample_check
 from ..harness.kv_cache import KVLayout
 from ..harness.summary import OURS, Cell, Summary
+from ..shapes import is_16_bit_twin
 from .cases import DIM, Case
 from .impls import FP8_PEERS, PEERS
 from .inputs import DTYPE, FP8, Inputs, checked_rows, expected, random_inputs
@@ -56,8 +57,9 @@ def num_bytes(case: Case, layout: torch.dtype | KVLayout) -> int:
 
 
 def is_rival(impl: str, name: str) -> bool:
-    """Return whether a name is of a peer with operands of the same dtype."""
-    return not name.startswith(OURS) and impl.endswith("fp8") == name.endswith("fp8")
+    """Return whether a name is of a peer with queries of the same dtype, or ours over 16 bits."""
+    peer = not name.startswith(OURS) and impl.endswith("fp8") == name.endswith("fp8")
+    return peer or is_16_bit_twin(impl, name)
 
 
 def _rate_line(cell: Cell[Case]) -> str:

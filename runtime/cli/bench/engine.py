@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 from ...bench.shapes import HEAD_PRECISIONS, PRECISIONS, SHAPES
 from ..command import Parser, UserError, check_folder, user_errors
 from ..device import add_device_flag
-from ..model_flags import add_batch_invariant_flag, add_kv_cache_flags, add_page_size_flag
+from ..model_flags import (
+    add_batch_invariant_flag,
+    add_kv_cache_flags,
+    add_page_size_flag,
+    kv_caches,
+)
 from ..ranks import add_rank_flags, communicator_of, device_of, ranks_of
 from .output import add_targets_flag
 from .picture import add_plot_flag, check_plot_flag, plot
@@ -72,8 +77,19 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         metavar=("SHORT", "LONG"),
         help="tokens of the two texts (default 32 288)",
     )
+    engine.add_argument(
+        "--cached-prompts",
+        action="store_true",
+        help="send the same prompts again, which the KV cache keeps: for steps of long contexts",
+    )
     add_page_size_flag(engine)
     add_kv_cache_flags(engine, several=True)
+    engine.add_argument(
+        "--cache-gib",
+        type=float,
+        metavar="GIB",
+        help="of the KV cache; requests are preempted when it is full (default: room for all)",
+    )
     engine.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="runs of each length (default 3)"
     )
@@ -103,22 +119,24 @@ def _bench(args: argparse.Namespace, ranks: Ranks | None) -> int:
 
     plan = EnginePlan(
         *(args.batch, args.prompt, tuple(args.output), args.page_size, args.repeats),
-        kv_scales=args.kv_scales,
+        cached_prompts=args.cached_prompts,
+        cache_gib=args.cache_gib,
     )
+    caches = kv_caches(args)
     config = read_config(SHAPES[args.shape])
     with user_errors(ValueError):
         device = device_of(args)
         plan.check(config)
-        for stored in args.kv_cache_dtype:
-            kv_format(config, None, stored, args.kv_scales)
+        for stored, scales in caches:
+            kv_format(config, None, stored, scales)
     targets = {} if args.targets is None else _targets(args.targets)
     report = Report.for_device(device)
     leads = ranks is None or ranks.leads
     if leads:
         print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
     with user_errors(OSError, MemoryError, TooShortError, torch.OutOfMemoryError):
-        for dtype, stored in product(args.dtype, args.kv_cache_dtype):
-            each = replace(plan, kv_cache_dtype=stored)
+        for dtype, (stored, scales) in product(args.dtype, caches):
+            each = replace(plan, kv_cache_dtype=stored, kv_scales=scales)
             _measure(args, each, config, dtype, device, report, targets, ranks)
             gc.collect()  # steps and runners refer to each other
             free_unused()
@@ -137,7 +155,7 @@ def _measure(
     targets: dict[tuple[str, str], float],
     ranks: Ranks | None,
 ) -> None:
-    from ...bench.engine import EngineRow, StartUp, engine_for, time_engine
+    from ...bench.engine import EngineRow, FirstTokenRow, StartUp, engine_for, time_engine
     from ...bench.step.run import implementation
     from ...bench.weights import random_decoder
     from ...models import compile_kernels, kv_format
@@ -175,21 +193,26 @@ def _measure(
         print(start_up, flush=True)
         _keep(start_up, report, args.json)
         for row in time_engine(engine, name, plan):
-            line = _line(row, targets) if isinstance(row, EngineRow) else _first_token_line(row)
-            print(line, flush=True)
             _keep(row, report, args.json)
+            kept = report.rows[-1]
+            assert isinstance(kept, EngineRow | FirstTokenRow)
+            line = _line(kept, targets) if isinstance(kept, EngineRow) else _first_token_line(kept)
+            print(line, flush=True)
     finally:
         engine.close()
 
 
 def _first_token_line(row: FirstTokenRow) -> str:
     texts = f"{min(row.texts_s):.4f} to {max(row.texts_s):.4f} s"
-    return f"{row.case:<32}{row.impl:<36}{row.us:>12.1f} µs to every first token, {texts}"
+    line = f"{row.case:<32}{row.impl:<36}{row.us:>12.1f} µs to every first token, {texts}"
+    return line if row.ratio is None else f"{line}   ×{row.ratio:.3f} of {row.peer}"
 
 
 def _keep(row: EngineRow | FirstTokenRow | StartUp, report: Report, file: Path | None) -> None:
     """Add a row, and write all of them: what was measured before a Ctrl-C is worth keeping."""
-    report.rows.append(row)
+    from ...bench.harness.summary import compared_models
+
+    report.rows = compared_models([*report.rows, row])
     if file is not None:
         report.write(file)
 
@@ -208,10 +231,16 @@ def _targets(path: Path) -> dict[tuple[str, str], float]:
 
 
 def _line(row: EngineRow, targets: dict[tuple[str, str], float]) -> str:
-    batch = int(row.case.split()[-2][1:])  # behind the shape, and perhaps the number of ranks
+    # Behind the shape, and perhaps the number of ranks.
+    batch = int(row.case.partition(" prompt")[0].split()[-1].removeprefix("b"))
     line = f"{row.case:<32}{row.impl:<36}{row.us:>12.1f}{batch / row.us * 1e6:>12.4g}"
     line += f"{row.tb_s:>10.3g}"
     for seconds in (row.short_s, row.long_s):
         line += f"{f'{min(seconds):.3f} to {max(seconds):.3f}':>18}"
+    line += f"   {row.pages} pages"
+    if row.preemptions:
+        line += f", {row.preemptions} preemptions"
+    if row.ratio is not None:
+        line += f"   ×{row.ratio:.3f} of {row.peer}"
     theirs = targets.get((row.case, row.impl.split("_")[1]))  # ostinato_int8_...
     return line if theirs is None else f"{line}   ×{row.us / theirs:.3f} of {theirs:.0f}"

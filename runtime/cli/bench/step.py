@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING
 from ...bench.shapes import HEAD_PRECISIONS, PRECISIONS, SHAPES, STEP_PEERS
 from ..command import Parser, UserError, check_folder, find_model, user_errors
 from ..device import add_device_flag, resolve_device
-from ..model_flags import add_batch_invariant_flag, add_kv_cache_flags, add_page_size_flag
+from ..model_flags import (
+    add_batch_invariant_flag,
+    add_kv_cache_flags,
+    add_page_size_flag,
+    kv_caches,
+)
 from .output import add_peers_flag
 from .picture import add_plot_flag, check_matplotlib, check_plot_flag, plot
 
 if TYPE_CHECKING:
     import torch
 
-    from ...bench.report import AnyRow
     from ...bench.step.run import StepPlan, StepResult
     from ...models import Decoder
 
@@ -130,16 +134,17 @@ def _run(args: argparse.Namespace) -> int:
     import torch
 
     from ...bench.harness.peers import adapter_folder, adapter_named
-    from ...bench.harness.summary import OURS
+    from ...bench.harness.summary import compared_models
     from ...bench.report import Report
-    from ...bench.step.run import StepPlan
+    from ...bench.step.run import StepPlan, StepRow
 
     traced = args.breakdown or args.timeline is not None
     plan = StepPlan(
-        *(args.batch, args.context, args.page_size, args.repeats, args.temperature, traced),
-        kv_scales=args.kv_scales,
+        *(args.batch, args.context, args.page_size, args.repeats, args.temperature, traced)
     )
-    plans = [replace(plan, kv_cache_dtype=dtype) for dtype in args.kv_cache_dtype]
+    plans = [
+        replace(plan, kv_cache_dtype=dtype, kv_scales=scales) for dtype, scales in kv_caches(args)
+    ]
     with user_errors(ValueError, OSError, MemoryError, torch.OutOfMemoryError):
         device = resolve_device(args.device)
         if traced and device.type != "cuda":
@@ -161,10 +166,12 @@ def _run(args: argparse.Namespace) -> int:
             if isinstance(result, str):
                 print(result, flush=True)
                 continue
+            report.rows = compared_models([*report.rows, result.row])
+            row = report.rows[-1]
+            assert isinstance(row, StepRow)
+            result = replace(result, row=row)
+            report.rows += result.kernels
             print(_line(result), *_kernels(result), sep="\n", flush=True)
-            report.rows += [result.row, *result.kernels]
-            if not result.row.impl.startswith(OURS):
-                report.rows = _with_peers(report.rows)
             if args.timeline is not None and result.run:
                 _draw(args.timeline, result)
             # After every row: what was measured before a Ctrl-C is worth keeping.
@@ -185,16 +192,6 @@ def _time_all(
         for plan in plans:
             yield from time_steps(model, name, plan)
         del model  # two might not fit
-
-
-def _with_peers(rows: Sequence[AnyRow]) -> list[AnyRow]:
-    """Return the rows, those of our steps with the fastest peer of the same case."""
-    from ...bench.harness.summary import OURS, with_peers
-    from ...bench.report import Row
-
-    steps = [row for row in rows if isinstance(row, Row)]
-    compared = iter(with_peers(steps, lambda ours, name: not name.startswith(OURS)))
-    return [next(compared) if isinstance(row, Row) else row for row in rows]
 
 
 def _models(
@@ -275,8 +272,6 @@ def _line(result: StepResult) -> str:
     line = (
         f"{row.case:<32}{row.impl:<36}{row.us:>12.1f}{result.tokens_per_s:>12.4g}{row.tb_s:>10.3g}"
     )
-    return (
-        line
-        if row.floor_us is None
-        else f"{line}{row.floor_us:>13.1f}{row.floor_us / row.us:>8.1%}"
-    )
+    if row.floor_us is not None:
+        line += f"{row.floor_us:>13.1f}{row.floor_us / row.us:>8.1%}"
+    return line if row.ratio is None else f"{line}   ×{row.ratio:.3f} of {row.peer}"

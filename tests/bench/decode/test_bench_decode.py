@@ -132,6 +132,8 @@ def test_names_of_peers_and_pages() -> None:
     assert all(is_rival("ostinato_p16", f"{name}_p16") for name in BENCHMARK.peers)
     assert not is_rival("ostinato_p16", "sdpa_fa2")
     assert not is_rival("ostinato_p16", "ostinato_p16")
+    assert is_rival("ostinato_p16_fp8kv_token", "ostinato_p16")
+    assert not is_rival("ostinato_p16_fp8kv_token", "ostinato_p64")
     with pytest.raises(ValueError, match="got 'fa2', expected all or none or fa3"):
         peers(["fa2"], [16])
 

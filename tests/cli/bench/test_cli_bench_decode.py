@@ -39,6 +39,11 @@ def test_ours_is_measured_for_every_page_and_cache(
         if batch > 1 or not skew
     ]
     assert [(row["case"], row["impl"]) for row in rows] == [(c, i) for c in cases for i in impls]
+    assert {row["impl"]: row.get("peer") for row in rows} == {
+        f"ostinato_p{page}{kv}": f"ostinato_p{page}" if kv else None
+        for page in (16, 5)
+        for kv in suffixes
+    }
     printed = capsys.readouterr().out
     assert file.with_suffix(".txt").read_text() == printed
     assert "fa3_p16 is not timed: No module named 'flash_attn_interface'" in printed

@@ -44,6 +44,11 @@ def test_8_bit_pages_are_measured_beside_16_bits(tmp_path: Path) -> None:
     kinds = ["", "_fp8kv", "_int8kv", "_fp8kv_token", "_int8kv_token"]
     assert {row["case"] for row in rows} == {case}
     assert sorted(row["impl"] for row in rows) == sorted(f"ostinato_bf16{kind}" for kind in kinds)
+    [usual] = (row["us"] for row in rows if row["impl"] == "ostinato_bf16")
+    for row in rows:
+        if row["impl"] != "ostinato_bf16":
+            assert row["peer"] == "ostinato_bf16"
+            assert row["ratio"] == pytest.approx(row["us"] / usual, rel=1e-3)
 
 
 def test_what_the_budget_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,20 +111,37 @@ def test_what_is_not_as_a_checkpoint_says_is_named(tmp_path: Path) -> None:
     assert row["impl"] == "ostinato_int8_lm_head_fp8_batch_variant"
 
 
-def test_kv_caches_are_measured_one_after_the_other(tmp_path: Path, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("caches", "expected"),
+    [
+        ("bf16 fp8 int8", ["", "_fp8kv_token", "_int8kv_token"]),
+        ("fp8 --kv-scales static", ["_fp8kv"]),
+        ("fp8 auto --kv-scales static token", ["_fp8kv", "_fp8kv_token", ""]),
+    ],
+)
+def test_kv_caches_are_measured_one_after_the_other(
+    caches: str,
+    expected: list[str],
+    tmp_path: Path,
+    device: torch.device,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     file = tmp_path / "step.json"
-    flags = ["--context", "5", "--repeats", "10", "--kv-cache-dtype", "bf16", "fp8", "int8"]
+    flags = ["--context", "5", "--repeats", "10", "--kv-cache-dtype", *caches.split()]
     argv = ["bench", "step", "--shape", "tiny", *flags, "--json", str(file)]
     assert main([*argv, "--device", str(device)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["impl"] for row in rows] == [
-        *("ostinato_int8", "ostinato_int8_fp8kv_token", "ostinato_int8_int8kv_token"),
-    ]
-    static = ["bench", "step", "--shape", "tiny", "--kv-cache-dtype", "fp8", *flags[:4]]
-    static += ["--kv-scales", "static", "--json", str(file)]
-    assert main([*static, "--device", str(device)]) == 0
-    [row] = json.loads(file.read_text())["rows"]
-    assert row["impl"] == "ostinato_int8_fp8kv"
+    assert [row["impl"] for row in rows] == [f"ostinato_int8{cache}" for cache in expected]
+    usual = {row["impl"]: row["us"] for row in rows}.get("ostinato_int8")
+    for row in rows:
+        if usual is None or row["impl"] == "ostinato_int8":
+            assert "peer" not in row
+        else:
+            assert row["peer"] == "ostinato_int8"
+            assert row["ratio"] == pytest.approx(row["us"] / usual, rel=1e-3)
+    # Those that were timed after the 16 bits.
+    printed = 2 if expected[0] == "" else 0
+    assert capsys.readouterr().out.count(" of ostinato_int8\n") == printed
 
 
 def test_a_checkpoint_is_measured_under_its_own_name(
