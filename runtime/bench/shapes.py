@@ -217,6 +217,11 @@ _EIGHT_BITS = sorted(
 _EIGHT_BITS_SAID = re.compile(f"(?:{'|'.join(_EIGHT_BITS)})(?=_|$)")
 
 
+def over_16_bits(impl: str) -> str:
+    """Return the name of the same implementation of ours over a 16-bit cache."""
+    return _EIGHT_BITS_SAID.sub("", impl)
+
+
 def is_16_bit_twin(impl: str, name: str) -> bool:
     """Return whether `impl` is of ours over an 8-bit cache, and `name` the same over 16 bits."""
-    return impl != name and _EIGHT_BITS_SAID.sub("", impl) == name
+    return impl != name == over_16_bits(impl)
