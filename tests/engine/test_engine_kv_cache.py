@@ -9,7 +9,7 @@ from typing import Any
 import measure_kv_cache
 import pytest
 import torch
-from measure_kv_cache import nats
+from measure_kv_cache import nats, scores, states
 
 from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.engine import Engine, SamplingParams, cache_size, engine
@@ -88,6 +88,20 @@ def test_nats_are_those_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = sequence_logits(model, tokens)[:-1]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]))
     assert nats(model, tokens, KVFormat(model.config.dtype)) == pytest.approx(float(expected))
+
+
+def test_divergences_are_those_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_kv_cache, "ROWS", 16)
+    model, tokens = tiny_llama(), list(range(40))
+    plain, stored = KVFormat(model.config.dtype), KVFormat(torch.float8_e4m3fn, "token")
+    exact, other = (
+        sequence_logits(model, tokens, cache_format=form)[:-1].log_softmax(-1)
+        for form in (plain, stored)
+    )
+    expected = torch.nn.functional.kl_div(other, exact, log_target=True, reduction="none").sum(1)
+    found = scores(model, tokens, states(model, tokens, stored), states(model, tokens, plain))[1]
+    torch.testing.assert_close(found.float(), expected)
+    assert found.mean() > 0
 
 
 @pytest.mark.parametrize(
