@@ -13,6 +13,5 @@ inline constexpr int kPackedRows = 16;
 inline constexpr int kPackedDepth = 64;  // bytes
 inline constexpr int kPackedBlockBytes = kPackedRows * kPackedDepth;
 inline constexpr int kPackedDepthUnit = 128;  // K is padded to a multiple of this
-inline constexpr int kScaleChannels = 8;      // channels that share a block scale
 
 }  // namespace ostinato

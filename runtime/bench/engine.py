@@ -19,7 +19,8 @@ from ..engine.cache_size import page_bytes
 from ..models import Decoder, ModelConfig, ScaleKind, kv_format
 from ..parallel import Ranks
 from .plans import check_least
-from .report import Row
+from .report import FloorRow, Row
+from .step.roofline import kernel_rooflines, roofline_of, step_roofline
 from .step.run import implementation
 from .step.work import kv_bytes, prompt_flops, step_flops, weight_bytes
 
@@ -153,8 +154,8 @@ class StartUp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRow(Row):
-    """A `Row` with the times that it was computed from.
+class EngineRow(FloorRow):
+    """A row with the times that it was computed from; `floor_us` is the roofline of a step.
 
     Attributes:
         short_s, long_s: seconds of each short and each long text, in the order of their runs, a
@@ -286,8 +287,11 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineR
             num_bytes=weight_bytes(model, batch) + kv_bytes(model.config, batch, context, stored),
             flops=step_flops(model, batch, context),
         )
+        roofline = roofline_of(model.device)
+        rooflines = kernel_rooflines(model, batch, context, roofline, stored) if roofline else None
+        floored = FloorRow.with_floor(row, step_roofline(rooflines) if rooflines else None)
         yield EngineRow(
-            **asdict(row),
+            **asdict(floored),
             short_s=columns[0],
             long_s=columns[1],
             pages=engine.cache.usable_pages,

@@ -63,6 +63,23 @@ class Row:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class FloorRow(Row):
+    """A `Row` with the shortest time that the GPU allows.
+
+    Args:
+        floor_us: the roofline, microseconds; None where the GPU's is not known.
+    """
+
+    floor_us: float | None
+
+    @staticmethod
+    def with_floor(row: Row, seconds: float | None) -> FloorRow:
+        """Return a row with the roofline of what it measures, in seconds."""
+        floor_us = None if seconds is None else round(seconds * 1e6, 2)
+        return FloorRow(**vars(row), floor_us=floor_us)
+
+
 @dataclass
 class Report:
     """Rows with the GPU (the CPU where none was used), versions and commit they belong to.

@@ -136,7 +136,8 @@ class _RandomLoader:
         if self.precision == _BLOCKS:
             found = [quantize_weight_blocks(own, torch.float32) for own in weight.view(shape)]
             values = torch.stack([value for value, _ in found])
-            scales = [channel_scales([(scale, slice(0, shape[1]))]) for _, scale in found]
+            rows = slice(0, shape[1])
+            scales = [channel_scales([(scale, rows)], channels=8) for _, scale in found]
             return BlockFP8Experts(values, part.gated, torch.stack(scales), torch.bfloat16)
         values, scale = quantize_weight(weight, dtype_named(self.precision), torch.float32)
         return W8A8Experts(values.view(shape), part.gated, scale.view(shape[:2]), torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 from .. import ops
 from ..jit.variant import Variant
 from ..ops.common.device import has_kernel
-from ..ops.linear.block_scales import aligned_scales
+from ..ops.linear.block_scales import aligned_scales, scale_channels
 from ..ops.linear.gemm_variants import GemmTiled
 from ..ops.linear.precompile import block_kernels
 from .kinds import Activation, InputKind
@@ -22,9 +22,9 @@ class BlockFP8Linear(Linear):
     """y = Σ over groups of 128 of K of s_x·s_w·(q_x·Wᵀ), + b, with everything in e4m3.
 
     `weight` [N, K] float8_e4m3fn, packed for GPUs with GEMM kernels: a plain one is packed here.
-    `weight_scale` fp32 [ceil(K / 128), ceil(N / 8)] (see `ops.channel_scales`); `bias` [N] in
-    `out_dtype`. All tensors are constants from then on (see `ops.fp8_block_linear`). Activations
-    are quantised by groups at run time, with `power_of_two` by scales that are such.
+    `weight_scale` is fp32, made by `ops.channel_scales`; `bias` [N] in `out_dtype`. All tensors are
+    constants from then on (see `ops.fp8_block_linear`). Activations are quantised by groups at run
+    time, with `power_of_two` by scales that are such.
 
     `batch_invariant` keeps a token's bits from depending on the other tokens of the call.
     """
@@ -59,6 +59,7 @@ class BlockFP8Linear(Linear):
             out_dtype=self.out_dtype,
             batch_invariant=self.batch_invariant,
             device=device if device.type == "cuda" else None,
+            scale_channels=(scale_channels(self.weight_scale, self.shape[0]),),
         )
 
     def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:

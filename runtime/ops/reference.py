@@ -407,7 +407,8 @@ def fp8_block_linear(
     for group in range(x_scale.size(0)):
         of_k = slice(_GROUP * group, _GROUP * (group + 1))
         products = x[:, of_k].to(dtype) @ w[:, of_k].to(dtype).t()
-        channels = w_scale[group].to(dtype).repeat_interleave(8)[: w.size(0)]
+        shared = 8 if w_scale.size(1) == -(-w.size(0) // 8) else 128
+        channels = w_scale[group].to(dtype).repeat_interleave(shared)[: w.size(0)]
         y += x_scale[group].to(dtype).unsqueeze(1) * channels * products
     return y if bias is None else y + bias.to(dtype)
 

@@ -19,7 +19,7 @@ from ostinato.ops.collective.collective_cuda import Collective
 from ostinato.ops.embed import Embed
 from ostinato.ops.linear import tile_table
 from ostinato.ops.linear.fused_cuda import FusedLinear
-from ostinato.ops.linear.gemm_variants import BLOCK_E4M3, DTYPES_16_BIT, out_dtypes
+from ostinato.ops.linear.gemm_variants import BLOCK_E4M3, DTYPES_16_BIT, out_dtypes, sharing
 from ostinato.ops.linear.quantize_cuda import ACTIVATIONS, GROUP, NORMS, Quantize
 from ostinato.ops.sampling.process_logits import ProcessLogits
 from ostinato.ops.sampling.sample_cuda import Sample
@@ -121,7 +121,8 @@ def block_kernels(sms: int) -> Iterator[Variant]:
             sizes += [(1003, 1000), (1536, 2048), (4096, 4096)]
         for (n, k), m, invariant in product(sizes, filter(None, TOKENS), (False, True)):
             how = {"packed": True, "batch_invariant": invariant, "sms": sms}
-            yield tile_table.choose(m, n, k, BLOCK_E4M3, out_dtype, **how).variant
+            variant = tile_table.choose(m, n, k, BLOCK_E4M3, out_dtype, **how).variant
+            yield from (sharing(variant, channels) for channels in (8, 128))
 
 
 def dense_products(sms: int) -> Iterator[Variant]:

@@ -109,10 +109,10 @@ class Consumer {
       const Tokens tokens = tokens_of(position.slot);
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
-        const float* const w = storage_.w_scales[position.slot][unit];
-        const float* const x = storage_.x_scales[position.slot][unit];
+        const TileScales scales = {storage_.x_scales[position.slot][unit],
+                                   storage_.w_scales[position.slot][unit], 0};
         RowScales row_scales;
-        row_scales.load(kTokenRows ? x : w, warpgroup_);
+        row_scales.load(scales, warpgroup_);
 #pragma unroll
         for (int part = 0; part < kColumnParts; ++part) {
           Sum products[kBlocks][kPieceSums];
@@ -121,9 +121,8 @@ class Consumer {
           multiply_unit(channels, unit * kUnitBlocks * plan_.block_bytes, plan_.block_bytes, tokens,
                         unit * kTokens * kUnitDepth, part * kPieceColumns, false, products);
           commit_multiplication();
-          ColumnScales column_scales;
-          column_scales.template load<ColumnScales::kWidest>(kTokenRows ? w : x,
-                                                             part * kPieceColumns);
+          ColumnScales<kEvenChannels> column_scales;
+          column_scales.load(scales, part * kPieceColumns);
           wait_multiplied<0>();
           pin(products);
           column_scales.add_scaled(products, row_scales, part * kPieceSums, sums);

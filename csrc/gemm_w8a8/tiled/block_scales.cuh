@@ -7,10 +7,17 @@
 
 namespace ostinato::tiled {
 
+// Of a tile: its scales in the boxes of a unit, and where its first channel is in its block.
+struct TileScales {
+  const float* x;
+  const float* w;
+  int in_block;
+};
+
 // The scales of the rows of a unit.
 struct RowScales {
-  // `rows` are those of the tile's rows: of tokens or, for each 8, of channels.
-  __device__ __forceinline__ void load(const float* rows, int warpgroup) {
+  // `rows` are those of the tile's rows: of tokens or, for each kScaleChannels, of channels.
+  __device__ __forceinline__ void load(const TileScales& tile, int warpgroup) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -18,7 +25,8 @@ struct RowScales {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = row + half * 8;
-        of[block][half] = rows[kTokenRows ? at + lane / 4 : at / kScaleChannels];
+        of[block][half] =
+            kTokenRows ? tile.x[at + lane / 4] : tile.w[(tile.in_block + at) / kScaleChannels];
       }
     }
   }
@@ -26,24 +34,38 @@ struct RowScales {
   float of[kBlocks][2];
 };
 
-// The scales of the columns of a piece.
+// What the first channels of most tiles are multiples of: so many channels of a piece, from its
+// first one on, have scales that one load can have, or the same one.
+constexpr int greatest_common_divisor(int a, int b) {
+  return b == 0 ? a : greatest_common_divisor(b, a % b);
+}
+inline constexpr int kEvenChannels =
+    !kTokenRows ? kPackedRows
+                : greatest_common_divisor(kPieceColumns, kScaleChannels == 8 ? 32 : kScaleChannels);
+
+// The scales of the columns of a piece. Tiles begin at multiples of kEven channels.
+template <int kEven>
 class ColumnScales {
-  static constexpr int kCount = kTokenRows ? kPieceColumns / kScaleChannels : kPieceColumns / 4;
+  // Columns that share a scale: of tokens none do, but a thread has two of every 8.
+  static constexpr int kShared = !kTokenRows ? 4 : kScaleChannels == 8 ? 8 : kEven;
+  static constexpr int kCount = kPieceColumns / kShared;
+  // Scales of one load: every lane's load takes a turn of shared memory, however few bytes it has.
+  static constexpr int kVector = kEven / kScaleChannels;
 
  public:
-  // The most that one load can have: as many as pieces are multiples of, aligned if tiles are.
-  static constexpr int kWidest = !kTokenRows ? 1 : kCount % 4 == 0 ? 4 : 2;
-
-  // `columns` are those of the tile's columns, of which the piece's begin at `first_column`. Loads
-  // have kVector scales: every lane's load takes a turn of shared memory, however few bytes it has.
-  template <int kVector>
-  __device__ __forceinline__ void load(const float* columns, int first_column) {
-    static_assert(kScaleChannels == 8, "the channels of 8 columns share a scale");
+  // The piece's columns begin at `first_column` of the tile's.
+  __device__ __forceinline__ void load(const TileScales& tile, int first_column) {
     const int lane = threadIdx.x % 32;
-    if constexpr (kTokenRows) {
+    if constexpr (!kTokenRows) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        of_[i] = tile.x[first_column + i / 2 * 8 + lane % 4 * 2 + i % 2];
+      }
+    } else if constexpr (kScaleChannels == 8) {
+      static_assert(kVector == 2 || kVector == 4);
       using Vector = std::conditional_t<kVector == 4, float4, float2>;
       const Vector* const vectors =
-          reinterpret_cast<const Vector*>(columns + first_column / kScaleChannels);
+          reinterpret_cast<const Vector*>(tile.w + first_column / kScaleChannels);
 #pragma unroll
       for (int i = 0; i < kCount; i += kVector) {
         const Vector vector = vectors[i / kVector];
@@ -55,9 +77,10 @@ class ColumnScales {
         }
       }
     } else {
+      const int in_block = kEven == kScaleChannels ? 0 : tile.in_block;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        of_[i] = columns[first_column + i / 2 * 8 + lane % 4 * 2 + i % 2];
+        of_[i] = tile.w[(in_block + first_column + i * kShared) / kScaleChannels];
       }
     }
   }
@@ -70,7 +93,7 @@ class ColumnScales {
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int i = 0; i < kPieceSums; ++i) {
-        const float column = of_[kTokenRows ? i / 4 : i / 4 * 2 + i % 2];
+        const float column = of_[kTokenRows ? i / 4 * 8 / kShared : i / 4 * 2 + i % 2];
         const float scale = __fmul_rn(rows.of[block][i / 2 % 2], column);
         sums[block][first + i] = __fmaf_rn(products[block][i], scale, sums[block][first + i]);
       }

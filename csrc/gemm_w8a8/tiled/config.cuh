@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -20,8 +21,9 @@
 // -DOSTINATO_PINGPONG=0|1           1: two consumer warpgroups alternate, each with its own tile
 // -DOSTINATO_FAST_ACCUM=0|1         e4m3 only. 1: accumulate in the tensor cores (about 13 fraction
 //                                   bits); 0: promote to fp32 accumulators every 128 products
-// -DOSTINATO_BLOCK_SCALES=0|1       e4m3 only. 1: scales of 128 of K, of a token and of 8 channels;
+// -DOSTINATO_BLOCK_SCALES=0|1       e4m3 only. 1: scales of 128 of K, of a token and of channels;
 //                                   sums of 128 products are scaled and added in fp32
+// -DOSTINATO_SCALE_CHANNELS=8|128   channels that share a block scale
 
 namespace ostinato::tiled {
 
@@ -46,6 +48,8 @@ static_assert(!kFastAccum || kOperandType == OperandType::e4m3,
               "only FP8 sums lose bits in the tensor cores");
 inline constexpr bool kBlockScales = OSTINATO_BLOCK_SCALES;
 static_assert(!kBlockScales || kPromote, "block scales belong to FP8 sums of 128 products");
+inline constexpr int kScaleChannels = OSTINATO_SCALE_CHANNELS;
+static_assert(kScaleChannels == 8 || kScaleChannels == 128, "8 channels, or a block of them");
 // Whether results are multiplied by a scale of the token and one of the channel.
 inline constexpr bool kResultScales = !k16Bit && !kBlockScales;
 
@@ -96,8 +100,10 @@ inline constexpr int kStageBlocks = kUnits * kUnitBlocks;
 // Block scales have a ring of their own: without this limit it would take the room of a stage.
 inline constexpr int kMaxStages = kBlockScales && kUnits == 1 ? 8 : 16;
 // With block scales, products are scaled piece by piece, while other MMAs run: a piece is a unit,
-// or half of its columns where a stage has one unit.
-#define OSTINATO_HALF_PIECES (OSTINATO_BLOCK_SCALES && OSTINATO_CHANNELS + OSTINATO_TOKENS > 160)
+// or half of its columns where the sums of all would not fit.
+#define OSTINATO_HALF_PIECES                                             \
+  (OSTINATO_BLOCK_SCALES && OSTINATO_CHANNELS + OSTINATO_TOKENS > 160 && \
+   (OSTINATO_TOKENS != 128 || OSTINATO_CHANNELS > 192))
 inline constexpr int kColumnParts = OSTINATO_HALF_PIECES ? 2 : 1;
 // Whether rows are in registers for both halves; beside the sums of wide tiles they do not fit.
 #define OSTINATO_ROWS_IN_REGISTERS (OSTINATO_HALF_PIECES && OSTINATO_CHANNELS <= 160)
@@ -105,9 +111,11 @@ inline constexpr bool kRowsInRegisters = OSTINATO_ROWS_IN_REGISTERS;
 inline constexpr int kPieceColumns = kTileColumns / kColumnParts;
 inline constexpr int kPieceSums = kPieceColumns / 2;  // per thread and block
 inline constexpr int kPieces = kUnits * kColumnParts;
-// Pieces whose products are in registers at once. Beside the sums of the widest tiles that is one:
-// while a warpgroup scales it, the MMAs of the other one run.
-inline constexpr int kPiecesAtOnce = OSTINATO_CHANNELS > 192 ? 1 : kPieces;
+// Pieces whose products are in registers at once. Of two warpgroups that is one: while one of them
+// scales it, the MMAs of the other run.
+inline constexpr int kPiecesAtOnce = OSTINATO_TOKENS == 128 ? 1 : kPieces;
+// Of these, so many follow one another without a branch, their addresses computed ahead.
+inline constexpr int kUnrolledStages = 8 / kPieces;
 static_assert(!kBlockScales || kPiecesAtOnce > 1 || kConsumers > 1,
               "no MMAs run while a piece is scaled");
 // Stages whose pieces follow one another without a wait for all of them.
@@ -160,7 +168,10 @@ struct SwapAbStorage {
 struct NoStorage {};
 
 // Block scales of a stage, a box of kCount for each unit; TMA writes to multiples of 128 bytes.
-inline constexpr int kWeightScales = scale_box(kChannels / kScaleChannels);
+// A tile begins at a multiple of kPackedRows, so that it may begin within a block of channels.
+inline constexpr int kTileScales =
+    ceil_div(kChannels + kScaleChannels - std::min(kScaleChannels, kPackedRows), kScaleChannels);
+inline constexpr int kWeightScales = scale_box(kTileScales);
 inline constexpr int kTokenScales = scale_box(kTokens);
 template <int kCount>
 struct alignas(128) StageScales {

@@ -91,13 +91,21 @@ class Operand {
   // The shared address is broadcast: wgmma takes descriptors from uniform registers, and the
   // compiler uses these only if it can prove uniformity.
   __device__ explicit Operand(uint32_t address)
-      : low_(__shfl_sync(0xffffffff, address / kUnit, 0) | 1 << 16) {}
+      : Operand(__shfl_sync(0xffffffff, address / kUnit, 0), Checked()) {}
+
+  // The operand at an address that is in a uniform register already.
+  static __device__ __forceinline__ Operand uniform(uint32_t address) {
+    return Operand(address / kUnit, Checked());
+  }
 
   __device__ __forceinline__ uint64_t descriptor(uint32_t offset) const {
     return uint64_t(kHigh) << 32 | (low_ + offset / kUnit);
   }
 
  private:
+  struct Checked {};
+  __device__ __forceinline__ Operand(uint32_t units, Checked) : low_(units | 1 << 16) {}
+
   uint32_t low_;
 };
 

@@ -48,6 +48,10 @@ def _takes_all(case: object) -> None:
     return None
 
 
+def _no_floor(case: object, layout: object, device: torch.device) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Implementation(Generic[CaseT, SetT]):
     """A way to compute the cases of a benchmark.
@@ -97,6 +101,8 @@ class Benchmark(Generic[CaseT, SetT]):
         summary: how our times are compared with the peers'.
         peers: names of the known peers, in the order in which they are timed: torch's operators as
             implementations, others as the file name of their adapter.
+        floor: the shortest time in seconds that the device allows a case in a layout, for our rows;
+            None where it is not known.
     """
 
     section: str
@@ -106,6 +112,7 @@ class Benchmark(Generic[CaseT, SetT]):
     num_bytes: Callable[[CaseT, Any], int]
     summary: Summary[CaseT]
     peers: Mapping[str, Implementation[CaseT, SetT] | str]
+    floor: Callable[[CaseT, Any, torch.device], float | None] = _no_floor
 
 
 def each(

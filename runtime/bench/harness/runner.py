@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..report import Row
+from ..report import FloorRow, Row
 from .benchmark import Benchmark, CaseT, Group, Implementation, SetT
 from .results import CaseResult
 from .rotation import RESTED, Call, Pace, Rotation, interleave, rotate
@@ -62,8 +62,8 @@ def _time_group(
         if calls:
             rotations[impl] = rotate(calls, device)
     seconds = interleave(list(rotations.values()), device, start=turn, pace=pace)
-    result.rows += [
-        Row.of(
+    for impl, times in zip(rotations, seconds, strict=True):
+        row = Row.of(
             benchmark.section,
             str(result.case),
             impl.name,
@@ -71,8 +71,8 @@ def _time_group(
             num_bytes=benchmark.num_bytes(result.case, impl.layout),
             flops=result.case.flops,
         )
-        for impl, times in zip(rotations, seconds, strict=True)
-    ]
+        floor = benchmark.floor(result.case, impl.layout, device) if impl.is_ours else None
+        result.rows.append(row if floor is None else FloorRow.with_floor(row, floor))
 
 
 def _checked(

@@ -10,6 +10,7 @@ from ...ops.common.sizes import ceil_div
 from ...ops.linear.quantize_cuda import GROUP
 from ..harness.benchmark import Benchmark, one_layout_at_a_time
 from ..harness.summary import Summary
+from ..step.roofline import roofline_of
 from .cases import Case
 from .check import CHECK
 from .impls import PEERS, RIVALS
@@ -26,6 +27,15 @@ def num_bytes(case: Case, precision: str) -> int:
     of_expert = width * shape.expert_weights + (0 if precision == "bf16" else scales)
     router = 2 * shape.experts * shape.hidden
     return case.distinct * of_expert + router + 2 * 2 * case.m * shape.hidden
+
+
+def floor(case: Case, precision: str, device: torch.device) -> float | None:
+    """Return the roofline in seconds: what is read, experts once, or what is multiplied."""
+    roofline = roofline_of(device)
+    if roofline is None:
+        return None
+    multiplying = case.flops / roofline.flop_s[2 if precision == "bf16" else 1]
+    return max(num_bytes(case, precision) / roofline.bytes_s, multiplying)
 
 
 def _inputs(case: Case, precision: Any, device: torch.device) -> Any:
@@ -50,4 +60,5 @@ BENCHMARK: Benchmark[Case, Inputs] = Benchmark(
         label=lambda case: f"M = {case.m}, {case.routing}",
     ),
     peers=PEERS,
+    floor=floor,
 )

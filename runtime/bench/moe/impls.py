@@ -77,15 +77,17 @@ def _combined(s: Inputs, plan: ops.MoePlan, y: torch.Tensor) -> torch.Tensor:
 PEERS: Mapping[str, Implementation[Case, Inputs] | str] = {
     "vllm_i8": "vllm_moe.py",
     "vllm_f8": "vllm_moe.py",
+    "vllm_f8t": "vllm_moe.py",
     "vllm_blk": "vllm_moe.py",
+    "vllm_dg": "vllm_moe.py",
     "vllm_bf16": "vllm_moe.py",
     "grp_f8": Implementation("grp_f8", "fp8", each(_grouped_fp8)),
     "grp_bf16": Implementation("grp_bf16", "bf16", each(_grouped_bf16)),
 }
 # What ours is compared with: peers whose activations and weights are stored alike.
 RIVALS = {
-    f"{OURS}int8": ("vllm_i8", "vllm_f8", "grp_f8"),
-    f"{OURS}fp8": ("vllm_f8", "grp_f8"),
-    f"{OURS}fp8_block": ("vllm_blk",),
+    f"{OURS}int8": ("vllm_i8", "vllm_f8", "vllm_f8t", "grp_f8"),
+    f"{OURS}fp8": ("vllm_f8", "vllm_f8t", "grp_f8"),
+    f"{OURS}fp8_block": ("vllm_blk", "vllm_dg"),
     f"{OURS}bf16": ("vllm_bf16", "grp_bf16"),
 }

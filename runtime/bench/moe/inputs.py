@@ -109,7 +109,9 @@ def _stored(
         pairs = [quantize_weight_blocks(weight, torch.float32) for weight in plain]
         codes = torch.stack([values for values, _ in pairs])
         blocks = torch.stack([scale for _, scale in pairs])
-        scales = torch.stack([channel_scales([(own, slice(0, rows))]) for own in blocks])
+        scales = torch.stack(
+            [channel_scales([(own, slice(0, rows))], channels=8) for own in blocks]
+        )
         return codes, blocks, BlockFP8Experts(codes, gated, scales, out)
     codes, scale = quantize_weight(plain.flatten(0, 1), dtype_named(precision), torch.float32)
     of_rows = scale.view(experts, rows)

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ostinato.graphs import GraphRunner, StaticBuffers
+from ostinato.graphs import BufferSpec, GraphRunner, StaticBuffers
 
 from ...engine.decode_step import DecodeStep, SeenTokens
 from ...models import (
@@ -25,7 +25,7 @@ from ...models import (
 )
 from ...models.l2.partitioned_memory import free_unused
 from ..plans import check_least
-from ..report import Row
+from ..report import FloorRow, Row
 from ..shapes import KV_SCALES, KV_SUFFIXES
 from ..timing import MIN_REPEATS, time_calls
 from ..weights import dtype_name, precision
@@ -47,6 +47,7 @@ class StepPlan:
         breakdown: trace a step and say what each kernel adds to it; on CUDA only.
         kv_cache_dtype: as of `Engine`.
         kv_scales: likewise.
+        padded: sequences of a graph in which every batch is timed, too, beside padding; 0 for none.
     """
 
     batches: Sequence[int]
@@ -57,6 +58,7 @@ class StepPlan:
     breakdown: bool = False
     kv_cache_dtype: str = "auto"
     kv_scales: ScaleKind | None = None
+    padded: int = 0
 
     def cache_format(self, model: Decoder) -> KVFormat:
         """Return how the cache stores numbers; ValueError for what `kv_format` refuses."""
@@ -72,6 +74,10 @@ class StepPlan:
         least += [("context", context, 1) for context in self.contexts]
         least += [("page_size", self.page_size, 1), ("repeats", self.repeats, MIN_REPEATS)]
         check_least(least)
+        if self.padded and self.padded <= max(self.batches):
+            raise ValueError(
+                f"padded: got {self.padded}, expected more than {max(self.batches)}, the batch"
+            )
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature: got {self.temperature}, expected at least 0")
         if max(self.contexts) > config.max_position_embeddings:
@@ -82,14 +88,8 @@ class StepPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRow(Row):
-    """A step's row.
-
-    Args:
-        floor_us: sum of its kernels' rooflines; None where the GPU's roofline is not known.
-    """
-
-    floor_us: float | None
+class StepRow(FloorRow):
+    """A step's row; `floor_us` is the sum of its kernels' rooflines."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def _time_contexts(model: Decoder, name: str, plan: StepPlan) -> Iterator[StepRe
 
 def _time_context(model: Decoder, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
     batches = sorted(set(plan.batches))
-    roofline = roofline_of(model.device)
     pages_each, cache_format = -(-context // plan.page_size), plan.cache_format(model)
+    most = max(batches[-1], plan.padded)
     try:
         cache = PagedKVCache.for_model(
             model.config,
@@ -187,50 +187,68 @@ def _time_context(model: Decoder, name: str, plan: StepPlan, context: int) -> It
             device=model.device,
             kv_format=cache_format,
         )
-        seen = SeenTokens(batches[-1], model.config.vocab_size, model.device)
+        seen = SeenTokens(most, model.config.vocab_size, model.device)
         step = DecodeStep(model, cache, seen, max_pages=pages_each)
-        specs = step.buffer_specs()
-        buffers = StaticBuffers(specs, batches[-1], model.device)
+        buffers = StaticBuffers(step.buffer_specs(), most, model.device)
     # torch raises RuntimeError; a number beyond 64 bits is an OverflowError.
     except (MemoryError, OverflowError, RuntimeError) as error:
         reason = str(error) or "out of memory"
         raise MemoryError(f"batch {batches[-1]}, context {context}: {reason}") from error
     cache.randomize()
-    with GraphRunner(step, buffers, memory=step.memory()) as runner:
-        runner.capture(batches, progress=True, verify=False)
-        for batch in batches:
-            inputs = {
-                name: tensor.to(specs[name].dtype)
-                for name, tensor in step_inputs(cache, model, batch, context, plan).items()
-            }
-            replay = partial(runner.run, batch, inputs)
-            times = time_calls(replay, model.device, repeats=plan.repeats)
-            case, impl = f"{name} b{batch} ctx{context}", implementation(model, cache_format)
-            rooflines = (
-                kernel_rooflines(model, batch, context, roofline, cache_format) if roofline else {}
-            )
-            measured = Row.of(
-                "step",
-                case,
-                impl,
-                seconds=statistics.median(times),
-                num_bytes=weight_bytes(model, batch)
-                + kv_bytes(model.config, batch, context, cache_format),
-                flops=step_flops(model, batch, context),
-            )
-            floor_us = round(step_roofline(rooflines) * 1e6, 1) if rooflines else None
-            row = StepRow(**vars(measured), floor_us=floor_us)
-            if not plan.breakdown:
-                yield StepResult(batch, row)
-                continue
-            runs = trace(replay)
-            sites = sites_of(
-                [span.name for span in runs[0]],
-                model.config.num_layers,
-                [use.name for use in model.linears()],
-                [use.name for use in model.experts()],
-            )
-            yield StepResult(batch, row, kernel_rows(row, runs, sites, rooflines), runs[-1], sites)
+    for padded in (0, plan.padded) if plan.padded else (0,):
+        with GraphRunner(step, buffers, memory=step.memory()) as runner:
+            specs = step.buffer_specs()
+            yield from _time_batches(runner, specs, model, cache, name, plan, context, padded)
+
+
+def _time_batches(
+    runner: GraphRunner,
+    specs: Mapping[str, BufferSpec],
+    model: Decoder,
+    cache: PagedKVCache,
+    name: str,
+    plan: StepPlan,
+    context: int,
+    padded: int,
+) -> Iterator[StepResult]:
+    """Time each batch in a graph of its own size, or all of them in that of `padded` sequences."""
+    batches, cache_format = sorted(set(plan.batches)), plan.cache_format(model)
+    roofline = roofline_of(model.device)
+    runner.capture([padded] if padded else batches, progress=True, verify=False)
+    for batch in batches:
+        inputs = {
+            name: tensor.to(specs[name].dtype)
+            for name, tensor in step_inputs(cache, model, batch, context, plan).items()
+        }
+        replay = partial(runner.run, batch, inputs)
+        times = time_calls(replay, model.device, repeats=plan.repeats)
+        case, impl = f"{name} b{batch} ctx{context}", implementation(model, cache_format)
+        case += f" in{padded}" if padded else ""
+        rooflines = (
+            kernel_rooflines(model, batch, context, roofline, cache_format) if roofline else {}
+        )
+        measured = Row.of(
+            "step",
+            case,
+            impl,
+            seconds=statistics.median(times),
+            num_bytes=weight_bytes(model, batch)
+            + kv_bytes(model.config, batch, context, cache_format),
+            flops=step_flops(model, batch, context),
+        )
+        floor_us = round(step_roofline(rooflines) * 1e6, 1) if rooflines else None
+        row = StepRow(**vars(measured), floor_us=floor_us)
+        if not plan.breakdown:
+            yield StepResult(batch, row)
+            continue
+        runs = trace(replay)
+        sites = sites_of(
+            [span.name for span in runs[0]],
+            model.config.num_layers,
+            [use.name for use in model.linears()],
+            [use.name for use in model.experts()],
+        )
+        yield StepResult(batch, row, kernel_rows(row, runs, sites, rooflines), runs[-1], sites)
 
 
 def kernel_rows(

@@ -123,7 +123,7 @@ class FP8BlockScheme(StoredScheme):
             self.check_shares(modules)
         weights = [weight_of(module, self.weight(module)) for module in part.stored()]
         weight = stack(reader, weights, self.dtype, target.device)
-        scales = [self._scales(reader, modules) for modules in products]
+        scales = [self._scales(reader, modules, channels=8) for modules in products]
         return BlockFP8Experts(
             weight=weight.view(part.num_experts, *part.shape),
             gated=part.gated,
@@ -136,9 +136,12 @@ class FP8BlockScheme(StoredScheme):
         """Return what the products launch."""
         return experts_kernels(self.dtype, dtype, out_dtype, in_blocks=True)
 
-    def _scales(self, reader: CheckpointReader, modules: Sequence[Module]) -> torch.Tensor:
+    def _scales(
+        self, reader: CheckpointReader, modules: Sequence[Module], channels: int | None = None
+    ) -> torch.Tensor:
         """Return the scales of a product's channels; see `ops.channel_scales`."""
-        return ops.channel_scales([self._blocks(reader, module) for module in modules])
+        blocks = [self._blocks(reader, module) for module in modules]
+        return ops.channel_scales(blocks, channels=channels)
 
     def _blocks(self, reader: CheckpointReader, module: Module) -> tuple[torch.Tensor, slice]:
         """Return the scales of the blocks of all rows and the kept columns, and the kept rows."""

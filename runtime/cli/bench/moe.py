@@ -60,10 +60,18 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help="how tokens choose: all experts in turn, the r-th expert 1 / r as often as the "
         "first, or all tokens the same experts (default: all)",
     )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="CASE",
+        help="these alone, such as 'E128 k8 H2048 I768 M8 balanced', whatever --shapes, --m and "
+        "--routing say",
+    )
     add_run_flags(
         parser,
-        "vllm_i8, vllm_f8, vllm_blk, vllm_bf16 (vLLM's fused experts in Triton), grp_f8 and "
-        "grp_bf16 (torch's grouped products, of CUTLASS, between our routing and our sum)",
+        "vllm_i8, vllm_f8, vllm_f8t, vllm_blk, vllm_bf16 (vLLM's fused experts in Triton), vllm_dg "
+        "(vLLM's chain around DeepGEMM's grouped products), grp_f8 and grp_bf16 (torch's grouped "
+        "products, of CUTLASS, between our routing and our sum)",
     )
     parser.set_defaults(run=_run)
 
@@ -79,10 +87,15 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> list[Case]:
-    from ...bench.moe.cases import Shape, cases
+    from ...bench.moe.cases import Case, Shape, cases
 
     check_tokens(args.m)
     check_json_flag(args.json)
+    if args.cases is not None:
+        try:
+            return [Case.parse(text) for text in args.cases]
+        except ValueError as error:
+            raise UserError(f"--cases: {error}") from error
     try:
         return cases([Shape.parse(text) for text in args.shapes], args.m, args.routing)
     except ValueError as error:

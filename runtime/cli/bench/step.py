@@ -88,6 +88,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_page_size_flag(parser)
     add_kv_cache_flags(parser, several=True)
     parser.add_argument(
+        "--padded",
+        type=int,
+        default=0,
+        metavar="B",
+        help="time each batch in a graph of so many sequences, too, the others of it padding",
+    )
+    parser.add_argument(
         "--repeats", type=int, default=30, metavar="N", help="replays per median (default 30)"
     )
     parser.add_argument(
@@ -140,7 +147,8 @@ def _run(args: argparse.Namespace) -> int:
 
     traced = args.breakdown or args.timeline is not None
     plan = StepPlan(
-        *(args.batch, args.context, args.page_size, args.repeats, args.temperature, traced)
+        *(args.batch, args.context, args.page_size, args.repeats, args.temperature, traced),
+        padded=args.padded,
     )
     plans = [
         replace(plan, kv_cache_dtype=dtype, kv_scales=scales) for dtype, scales in kv_caches(args)

@@ -13,6 +13,7 @@ from vllm.model_executor.kernels.linear import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 from ... import ops
+from ...ops.linear.block_scales import scale_channels
 from ...ops.linear.gemm_variants import GemmTiled
 from ...ops.linear.precompile import block_kernels
 from .packed_layer import compile_ahead, hold_weight, rows_of, weight_of
@@ -56,6 +57,7 @@ class OstinatoFp8BlockLinearKernel(Fp8BlockScaledMMLinearKernel):
                 out_dtype=self.config.out_dtype,
                 batch_invariant=self.batch_invariant,
                 device=device,
+                scale_channels=(scale_channels(layer.ostinato_scales, weight.size(0)),),
             ),
         )
         hold_weight(layer, params.WEIGHT, weight)

@@ -158,8 +158,9 @@ class W8A8Experts(_StoredExperts):
 class BlockFP8Experts(_StoredExperts):
     """Products with e4m3 weights in blocks of 128 by 128, and inputs in groups of 128.
 
-    `weight_scale` fp32 [experts, ceil(K / 128), ceil(N / 8)] (see `ops.channel_scales`). Inputs
-    are quantised by groups at run time, with `power_of_two` by scales that are such.
+    `weight_scale` fp32 [experts, ceil(K / 128), ceil(N / 8)] (`ops.channel_scales(..., channels=8)`
+    of each). Inputs are quantised by groups at run time, with `power_of_two` by scales that are
+    such.
     """
 
     weight_scale: torch.Tensor

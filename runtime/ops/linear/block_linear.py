@@ -10,7 +10,7 @@ from ..common.e4m3 import to_float32
 from ..common.sizes import ceil_div
 from ..common.torch_library import register
 from . import packed_weight
-from .block_scales import SCALE_CHANNELS
+from .block_scales import SCALE_CHANNELS, scale_channels
 from .gemm_variants import GemmTiled
 from .linear import check_tiles, linear
 from .packed_weight import PackedWeight
@@ -47,8 +47,9 @@ def fp8_block_linear(
         w: [N, K] float8_e4m3fn, plain or packed (`pack_weight`).
         x_scale: fp32 [ceil(K / 128), M], a scale of each group of a token; copied unless its rows
             begin at multiples of 16 bytes.
-        w_scale: fp32 [ceil(K / 128), ceil(N / 8)], a scale of each group of 8 channels, likewise
-            (`channel_scales` makes it of blocks of 128 by 128).
+        w_scale: fp32 [ceil(K / 128), ceil(N / 128)], a scale of each 128 channels, or
+            [ceil(K / 128), ceil(N / 8)], of each 8, likewise (`channel_scales` makes either of
+            blocks of 128 by 128).
         bias: [N] of `out_dtype`, or fp32, which is rounded to `out_dtype` first.
         n_active: as of `w8a8_linear`.
         out_dtype: bf16, fp16 or fp32.
@@ -73,8 +74,13 @@ def fp8_block_linear(
     columns, groups = w.shape[0], ceil_div(k, GROUP)
     check_tiles(x.shape, w.shape)
     checks.tensor("x_scale", x_scale, (torch.float32,), (groups, rows), device)
-    scaled = ceil_div(columns, SCALE_CHANNELS)
-    checks.tensor("w_scale", w_scale, (torch.float32,), (groups, scaled), device)
+    scaled = [ceil_div(columns, channels) for channels in (SCALE_CHANNELS, GROUP)]
+    checks.tensor("w_scale", w_scale, (torch.float32,), (groups, "scales of channels"), device)
+    if w_scale.size(1) not in scaled:
+        raise ValueError(
+            f"w_scale: got shape {list(w_scale.shape)}, expected [{groups}, {scaled[0]}] or "
+            f"[{groups}, {scaled[1]}]"
+        )
     checks.option("out_dtype", out_dtype, checks.FLOAT_DTYPES)
     if bias is not None:
         checks.tensor("bias", bias, (out_dtype, torch.float32), (columns,), device)
@@ -109,7 +115,8 @@ def _fp8_block_linear(
     columns = out.size(1)
     if w.dim() == 4:
         w = packed_weight.unpack(w, columns, x.size(1))
-    of_channels = w_scale.t().repeat_interleave(SCALE_CHANNELS, 0)[:columns]
+    shared = scale_channels(w_scale, columns)
+    of_channels = w_scale.t().repeat_interleave(shared, 0)[:columns]
     wide = linear(dequantized(x, x_scale.t()), dequantized(w, of_channels))
     out.copy_(wide if bias is None else wide + bias.to(out.dtype))
 

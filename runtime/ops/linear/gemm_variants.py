@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import ClassVar
@@ -77,8 +78,9 @@ class GemmTiled(Variant):
         pingpong: two warpgroups take turns, one multiplies a tile while the other stores one.
         fast_accum: e4m3 sums stay in the tensor cores; otherwise they are added in fp32 every 128
             products.
-        block_scales: a scale for each 128 of K of a token, and of 8 channels: e4m3 sums of 128
-            products are scaled and added in fp32.
+        block_scales: a scale for each 128 of K of a token, and of `scale_channels`: e4m3 sums of
+            128 products are scaled and added in fp32.
+        scale_channels: 8 or, with block scales, 128.
     """
 
     family: ClassVar[str] = "gemm_tiled"
@@ -92,6 +94,7 @@ class GemmTiled(Variant):
     pingpong: bool = False
     fast_accum: bool = False
     block_scales: bool = False
+    scale_channels: int = 8
 
     def __post_init__(self) -> None:
         check("dtype", self.dtype, GEMM_DTYPES)
@@ -107,6 +110,7 @@ class GemmTiled(Variant):
                 f"block_scales: got True with dtype {self.dtype!r}, fast_accum {self.fast_accum} "
                 f"and pingpong {self.pingpong}, expected 'e4m3', False and False"
             )
+        check("scale_channels", self.scale_channels, (8, 128) if self.block_scales else (8,))
 
     @property
     def operands(self) -> str:
@@ -149,6 +153,7 @@ class GemmTiled(Variant):
             ("pingpong", self.pingpong),
             ("fast_accum", self.fast_accum),
             ("block_scales", self.block_scales),
+            ("128", self.scale_channels == 128),
         )
         return "-".join((name, *(option for option, chosen in options if chosen)))
 
@@ -161,7 +166,15 @@ class GemmTiled(Variant):
             "OSTINATO_PINGPONG": str(int(self.pingpong)),
             "OSTINATO_FAST_ACCUM": str(int(self.fast_accum)),
             "OSTINATO_BLOCK_SCALES": str(int(self.block_scales)),
+            "OSTINATO_SCALE_CHANNELS": str(self.scale_channels),
         }
+
+
+@cache
+def sharing(variant: GemmSmallM | GemmTiled, scale_channels: int) -> GemmTiled:
+    """Return a kernel with block scales as the one whose scales are of so many channels."""
+    assert isinstance(variant, GemmTiled), "block scales are for the tiled kernel"
+    return replace(variant, scale_channels=scale_channels)
 
 
 def out_dtypes(dtype: str) -> tuple[str, ...]:
@@ -229,4 +242,6 @@ GEMM_TILED += tuple(
     for out_dtype in out_dtypes(dtype)
     if (tokens, out_dtype) != (256, "fp32")
 )
+# Tables of tiles have those of 8 channels, for both.
+GEMM_TILED += tuple(replace(v, scale_channels=128) for v in GEMM_TILED if v.block_scales)
 register_family(GemmTiled, GEMM_TILED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -15,8 +15,9 @@ from ...jit.toolchain import find_cutlass, find_nvcc
 from ...jit.variant import Variant
 from ..common.device import KERNEL_NAMES, device_index, gpu, runs
 from . import tile_table, tile_tuning
+from .block_scales import SCALE_CHANNELS
 from .fused_cuda import fused_kernel
-from .gemm_variants import BLOCK_E4M3, GemmSmallM
+from .gemm_variants import BLOCK_E4M3, GemmSmallM, sharing
 from .linear import DTYPES_16_BIT
 from .quantize_cuda import GROUP, input_kernel
 
@@ -70,10 +71,12 @@ def block_kernels(
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     device: torch.device | None = None,
+    scale_channels: Sequence[int] = (SCALE_CHANNELS, GROUP),
 ) -> list[Variant]:
     """Return what quantising activations by groups and `fp8_block_linear` with them may launch.
 
-    The arguments are those of `layer_kernels`.
+    The arguments are those of `layer_kernels`; `scale_channels` says how many channels may share a
+    scale.
     """
     name, sms = ("", tile_table.H200_SMS) if device is None else gpu(device_index(device))
     output = KERNEL_NAMES[out_dtype or activations]
@@ -82,7 +85,8 @@ def block_kernels(
         fast_accum=False,
         batch_invariant=batch_invariant,
     )
-    return [input_kernel(kind, activations, torch.float8_e4m3fn, GROUP), *gemms]
+    products = [sharing(gemm, channels) for channels in scale_channels for gemm in gemms]
+    return [input_kernel(kind, activations, torch.float8_e4m3fn, GROUP), *products]
 
 
 def dense_layer_kernels(

@@ -37,8 +37,12 @@ _WEIGHT_ROW_CLOCKS = 1.31  # and in addition for a row of weights; with many tok
 _STAGE_CLOCKS = 49  # likewise for a stage of the ring, of 128 to 512 bytes of K
 _WIDE = 0.988  # of the clocks of a step: 256 tokens, channels as rows
 # With block scales, for a step in addition: sums are scaled while shared memory is busy.
-_SCALING_CLOCKS = 80
+_SCALING_CLOCKS = 31
 _SCALING_COLUMN_CLOCKS = 0.6
+# Tiles for so many tokens scale one piece at a time, which takes longer; the more so if one scale
+# is not for 64 channels or more, but for 16 or 32.
+_ONE_PIECE_CLOCKS, _ONE_PIECE_TOKENS = 49, 128
+_FINE_CLOCKS, _SHARING_CHANNELS = 31, 64
 _EPILOGUE_CLOCKS = 8.3  # for a column
 # The widest tile is stored while the next one is summed: what is left is at the end.
 _LAST_EPILOGUE_CLOCKS = 19.7
@@ -270,7 +274,10 @@ def _predicted_us(
     )
     step += _STAGE_CLOCKS / rows.stage_steps
     if scaled:
+        fine = rows.mma_columns % _SHARING_CHANNELS > 0
+        of_piece = _ONE_PIECE_CLOCKS + np.where(fine, _FINE_CLOCKS, 0.0)
         step += _SCALING_CLOCKS + _SCALING_COLUMN_CLOCKS * rows.mma_columns
+        step += np.where(rows.most_tokens == _ONE_PIECE_TOKENS, of_piece, 0.0)
     if m <= _CUT_M:
         step += _WEIGHT_ROW_CLOCKS * weight_rows
     busy = np.minimum(groups * cluster, sms // cluster * cluster)

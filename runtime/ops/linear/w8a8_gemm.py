@@ -9,9 +9,9 @@ import torch
 from ...jit.loader import load
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from . import packed_weight, tile_tuning
-from .block_scales import aligned_scales
+from .block_scales import aligned_scales, scale_channels
 from .gemm_operands import as_read, is_aligned, row_stride
-from .gemm_variants import BLOCK_E4M3, GemmTiled
+from .gemm_variants import BLOCK_E4M3, GemmTiled, sharing
 from .tile_table import Choice
 
 
@@ -58,7 +58,10 @@ def w8a8_gemm(
         if to_sample is not None:
             to_sample.check(n, choice)
         stream = current_stream(device)
-        load(choice.variant, device=device, stream=stream).launch(
+        variant = choice.variant
+        if block_scales:
+            variant = sharing(variant, scale_channels(w_scale, n))
+        load(variant, device=device, stream=stream).launch(
             x=x.data_ptr(),
             x_stride=row_stride(x),
             w=w.data_ptr(),

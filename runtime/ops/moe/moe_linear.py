@@ -60,8 +60,8 @@ def moe_linear(
         x_scale: fp32, for 8-bit operands: [rows of x], a scale of each, or for e4m3
             [ceil(K / 128), rows of x], a scale of each group of 128 of K (`quantize_per_group`).
         w_scale: fp32, for 8-bit operands: [experts, N], or with groups
-            [experts, ceil(K / 128), ceil(N / 8)]: those of `channel_scales` for each expert. Of
-            w = [gate | up], N / 2 is then a multiple of 8.
+            [experts, ceil(K / 128), ceil(N / 8)]: those of `channel_scales(..., channels=8)` for
+            each expert. Of w = [gate | up], N / 2 is then a multiple of 8.
         activation: None, or "silu_mul" for w = [gate | up] along N: silu(gate) · up, N / 2 wide.
         out_dtype: bf16, fp16 or fp32; None for x's, and for bf16 with 8-bit x. With 16-bit x, x's
             dtype or fp32.

@@ -18,6 +18,7 @@ from ...jit.variant import FLOAT_DTYPES, Variant, check
 from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from ..common.sizes import ceil_div
+from ..linear.block_scales import SCALE_CHANNELS
 from ..linear.gemm_operands import aligned_copy, is_aligned, row_stride
 from ..linear.gemm_variants import DTYPES_16_BIT, GEMM_DTYPES, out_dtypes
 from ..linear.packed_weight import TILE_CHANNELS
@@ -72,6 +73,7 @@ class MoeLinear(Variant):
             "OSTINATO_PINGPONG": "0",
             "OSTINATO_FAST_ACCUM": str(int(self.dtype == "e4m3" and not self.block_scales)),
             "OSTINATO_BLOCK_SCALES": str(int(self.block_scales)),
+            "OSTINATO_SCALE_CHANNELS": str(SCALE_CHANNELS),
         }
 
 

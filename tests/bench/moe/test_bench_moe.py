@@ -13,12 +13,15 @@ from bench_adapters import ADAPTERS
 from ostinato.bench.harness.benchmark import Implementation, each
 from ostinato.bench.harness.peers import adapter_folder, find_peers
 from ostinato.bench.harness.runner import time_cases
+from ostinato.bench.moe import benchmark
 from ostinato.bench.moe.benchmark import BENCHMARK, num_bytes
 from ostinato.bench.moe.cases import ROUTINGS, SHAPE_NAMES, Case, Shape, choices
 from ostinato.bench.moe.check import CHECK
 from ostinato.bench.moe.impls import PEERS, RIVALS, ours
 from ostinato.bench.moe.inputs import random_inputs
+from ostinato.bench.report import FloorRow
 from ostinato.bench.shapes import PRECISIONS
+from ostinato.bench.step.roofline import Roofline
 from ostinato.cli.bench import moe
 from ostinato.cli.main import main
 
@@ -92,6 +95,31 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
     assert code == 0
     (row,) = json.loads((tmp_path / "moe.json").read_text())["rows"]
     assert (row["case"], row["impl"]) == ("E6 k2 H144 I40 M2 one", "ostinato_fp8_block")
+
+
+def test_the_command_takes_cases_by_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, names = tmp_path / "moe.json", ["E6 k2 H144 I40 M3 one", "E4 k1 H72 I40 M1 skewed"]
+    flags = ["bench", "moe", "--dtype", "int8", "--peer", "none", "--device", "cpu", "--cases"]
+    assert main([*flags, *names, "--json", str(file)]) == 0
+    assert [row["case"] for row in json.loads(file.read_text())["rows"]] == names
+    assert main([*flags, "E6 k2 M3"]) != 0
+    assert "--cases: case: got 'E6 k2 M3', expected one like" in capsys.readouterr().err
+
+
+def test_our_rows_have_the_roofline_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    roofline = Roofline(1e12, {1: 2e12, 2: 1e12})
+    monkeypatch.setattr(benchmark, "roofline_of", lambda device: roofline)
+    few, many = Case(SHAPE, 1, "one"), Case(SHAPE, 4096, "one")
+    assert benchmark.floor(few, "int8", CPU) == num_bytes(few, "int8") / 1e12
+    assert benchmark.floor(many, "int8", CPU) == many.flops / 2e12
+    assert benchmark.floor(many, "bf16", CPU) == many.flops / 1e12
+    other = replace(ours("bf16"), name="other")
+    (result,) = time_cases(BENCHMARK, [few], [ours("bf16"), other], CPU)
+    assert isinstance(result.rows[0], FloorRow)
+    assert result.rows[0].floor_us == round(num_bytes(few, "bf16") / 1e6, 2)
+    assert not isinstance(result.rows[1], FloorRow)
 
 
 def test_the_command_refuses_what_is_no_shape(capsys: pytest.CaptureFixture[str]) -> None:

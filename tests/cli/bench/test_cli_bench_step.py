@@ -56,6 +56,25 @@ def test_shapes_are_measured_in_every_precision(
     assert all(row["case"] in printed for row in document["rows"])
 
 
+def test_batches_are_timed_beside_padding_too(
+    tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    flags = ["--shape", "tiny-moe", "--batch", "3", "2", "--context", "5", "--repeats", "10"]
+    flags += ["--device", str(device), "--padded"]
+    assert main(["bench", "step", *flags, "4", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["case"] for row in rows] == [
+        *("tiny-moe b2 ctx5", "tiny-moe b3 ctx5"),
+        *("tiny-moe b2 ctx5 in4", "tiny-moe b3 ctx5 in4"),
+    ]
+    for exact, padded in zip(rows[:2], rows[2:], strict=True):
+        # The same work, whatever time it takes.
+        assert exact["tb_s"] * exact["us"] == pytest.approx(padded["tb_s"] * padded["us"], rel=0.01)
+    assert main(["bench", "step", *flags, "3"]) == 2
+    assert "padded: got 3, expected more than 3, the batch" in capsys.readouterr().err
+
+
 def test_a_peer_decodes_the_same_cases(
     tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,8 +57,10 @@ int main() {
   check_addresses();
   for (int index = 0; index < kMostTiles; ++index) {
     for (int channels = 16; channels <= kChannels; channels += 16) {
-      check_tile(channels * index / kScaleChannels, kChannels / kScaleChannels, kWeightScales,
-                 channels, index);
+      const int first = channels * index;
+      const int end = first + kChannels;
+      check_tile(first / kScaleChannels, ceil_div(end, kScaleChannels) - first / kScaleChannels,
+                 kWeightScales, channels, index);
     }
     for (int tokens = 1; tokens <= kTokens; ++tokens) {
       check_tile(tokens * index, kTokens, kTokenScales, tokens, index);

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 E4M3 = torch.float8_e4m3fn
 VARIANTS = {
-    (variant.channels, variant.tokens): variant
+    (variant.channels, variant.tokens, variant.scale_channels): variant
     for variant in GEMM_TILED
     if variant.block_scales and variant.out_dtype == "bf16"
 }
@@ -42,7 +42,7 @@ _CUTS: tuple[dict[str, int], ...] = (
 )
 # One tile for few tokens, one that turns results, two with tokens as rows, and one whose pieces are
 # multiplied one at a time.
-_LATE = ((64, 16), (128, 32), (128, 64), (128, 128), (256, 128))
+_LATE = ((64, 16, 8), (128, 32, 8), (128, 64, 128), (128, 128, 8), (256, 128, 128))
 
 Launch = Callable[..., torch.Tensor]
 
@@ -60,17 +60,17 @@ def late_libraries() -> dict[tuple[GemmTiled, BuildMode], _C.Library]:
 class Product:
     """Operands on a GPU, whose results are exact: what is not theirs in memory is NaN."""
 
-    def __init__(self, m: int, n: int, k: int) -> None:
-        groups, eighths = -(-k // 128), -(-n // 8)
+    def __init__(self, m: int, n: int, k: int, shared: int) -> None:
+        groups, shares = -(-k // 128), -(-n // shared)
         wide = torch.full((m, -(-k // 16) * 16 + 16), torch.nan, device="cuda").to(E4M3)
         x, w = (torch.randint(-1, 2, (rows, k), device="cuda").float() for rows in (m, n))
         wide[:, :k] = x.to(E4M3)
         self.x, self.w = wide[:, :k], ops.pack_weight(w.to(E4M3))
-        self.x_scale, self.w_scale = _scales(groups, m), _scales(groups, eighths)
+        self.x_scale, self.w_scale = _scales(groups, m), _scales(groups, shares)
         self.bias = torch.randint(-8, 9, (n,), device="cuda").bfloat16()
         of_k = torch.arange(k, device="cuda") // 128
         of_x = x.double() * self.x_scale[of_k].t()
-        of_w = w.double() * self.w_scale[of_k].t().repeat_interleave(8, 0)[:n]
+        of_w = w.double() * self.w_scale[of_k].t().repeat_interleave(shared, 0)[:n]
         self.exact = (of_x @ of_w.t() + self.bias.double()).float().bfloat16()
 
     def run(self, library: _C.Library, **cut: Any) -> torch.Tensor:
@@ -117,9 +117,9 @@ def _scales(groups: int, columns: int) -> torch.Tensor:
     ("m", "n", "k"), [(1, 200, 256), (7, 1003, 1040), (70, 328, 2000), (333, 520, 144)]
 )
 def test_every_cut_gives_the_same_sums(
-    libraries: dict[Any, _C.Library], tile: tuple[int, int], m: int, n: int, k: int
+    libraries: dict[Any, _C.Library], tile: tuple[int, int, int], m: int, n: int, k: int
 ) -> None:
-    product = Product(m, n, k)
+    product = Product(m, n, k, tile[2])
     for cut in _CUTS:
         got = product.run(libraries[VARIANTS[tile], RELEASE], **cut)
         assert torch.equal(got, product.exact), cut
@@ -129,11 +129,11 @@ def test_every_cut_gives_the_same_sums(
 @pytest.mark.parametrize("rounds", [0, 1])
 @pytest.mark.parametrize("left", [1, 20])
 def test_ctas_share_k_in_the_last_round(
-    libraries: dict[Any, _C.Library], tile: tuple[int, int], rounds: int, left: int
+    libraries: dict[Any, _C.Library], tile: tuple[int, int, int], rounds: int, left: int
 ) -> None:
     clusters = torch.cuda.get_device_properties(0).multi_processor_count // 2
     groups = rounds * clusters + left
-    product = Product(tile[1] - 3, 2 * groups * tile[0] - 9, 1300)
+    product = Product(tile[1] - 3, 2 * groups * tile[0] - 9, 1300, tile[2])
     got = product.run(libraries[VARIANTS[tile], RELEASE], cluster=2, split_k=2)
     assert torch.equal(got, product.exact)
 
@@ -141,9 +141,9 @@ def test_ctas_share_k_in_the_last_round(
 @pytest.mark.parametrize("tile", _LATE, ids=str)
 @pytest.mark.parametrize("site", _SITES)
 def test_injected_delays_change_no_bit(
-    late_libraries: dict[Any, _C.Library], site: str, tile: tuple[int, int]
+    late_libraries: dict[Any, _C.Library], site: str, tile: tuple[int, int, int]
 ) -> None:
-    product = Product({16: 13, 32: 30}.get(tile[1], 150), 2000, 1500)
+    product = Product({16: 13, 32: 30}.get(tile[1], 150), 2000, 1500, tile[2])
     cuts: list[dict[str, int]] = [{"cluster": 2, "tile_channels": 48}]
     if tile[1] > 16:
         cuts += [{"cluster": 2, "split_k": 2}, {"cluster": 2, "share_weights": 1}]
@@ -155,14 +155,16 @@ def test_injected_delays_change_no_bit(
 
 def test_all_tiles_round_alike_every_time(libraries: dict[Any, _C.Library]) -> None:
     """Scales and products of any size: the same bits whoever multiplies, a thousand times."""
-    product = Product(150, 1000, 3000)
+    product, of_blocks = Product(150, 1000, 3000, 8), _scales(24, 8)
     product.x.copy_(torch.randn(150, 3000, device="cuda").to(E4M3))
     product.w.data.copy_(torch.randn(product.w.data.shape, device="cuda").to(E4M3))
     product.x_scale.uniform_(0.01, 1)
-    product.w_scale.uniform_(0.01, 1)
-    expected = product.run(libraries[VARIANTS[128, 128], RELEASE])
+    of_blocks.uniform_(0.01, 1)
+    of_channels = product.w_scale.copy_(of_blocks.repeat_interleave(16, 1)[:, :125])
+    expected = product.run(libraries[VARIANTS[128, 128, 8], RELEASE])
     cuts = ({"cluster": 1}, {"cluster": 2}, {"cluster": 2, "share_weights": 1})
     for variant in VARIANTS.values():
+        product.w_scale = of_channels if variant.scale_channels == 8 else of_blocks
         for cut in (*cuts * 23, {"tile_channels": 48, "tile_tokens": 7}):
             assert torch.equal(product.run(libraries[variant, RELEASE], **cut), expected), cut
 
@@ -175,7 +177,7 @@ def test_scales_that_tma_cannot_read_are_refused(
         lambda scale: scale[:, 1:],
         lambda scale: torch.empty(scale.size(0), 13, device="cuda"),
     ):
-        product = Product(5, 40, 300)
+        product = Product(5, 40, 300, 8)
         setattr(product, name, view(getattr(product, name)))
         with pytest.raises(RuntimeError, match="invalid argument"):
-            product.run(libraries[VARIANTS[64, 8], RELEASE])
+            product.run(libraries[VARIANTS[64, 8, 8], RELEASE])

@@ -17,24 +17,25 @@ pytestmark = pytest.mark.usefixtures("block_kernels")
 
 
 def operands(
-    m: int, n: int, k: int, device: torch.device
+    m: int, n: int, k: int, device: torch.device, shared: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x, w and a scale of every group of a token and of 8 channels, all distinct."""
+    """Return x, w and a scale of every group of a token and of so many channels, all distinct."""
     x, w = (quantized_randn((rows, k), E4M3).to(device) for rows in (m, n))
-    x_scale, w_scale = (torch.rand(-(-k // 128), rows) + 0.1 for rows in (m, -(-n // 8)))
+    x_scale, w_scale = (torch.rand(-(-k // 128), rows) + 0.1 for rows in (m, -(-n // shared)))
     return x, w, x_scale.to(device), w_scale.to(device)
 
 
+@pytest.mark.parametrize("shared", [8, 128])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(0, 3, 4), (1, 1, 1), (5, 17, 127), (3, 264, 128), (4, 9, 129), (7, 33, 700)]
 )
 def test_scaled_products_of_groups(
-    m: int, n: int, k: int, out_dtype: torch.dtype, packed: bool
+    m: int, n: int, k: int, out_dtype: torch.dtype, packed: bool, shared: int
 ) -> None:
     device = torch.device("cpu")
-    arguments = operands(m, n, k, device)
+    arguments = operands(m, n, k, device, shared)
     bias = torch.randn(n).to(out_dtype)
     x, w, *scales = arguments
     weight = ops.pack_weight(w) if packed else w
@@ -112,6 +113,20 @@ def test_scales_of_joined_weights() -> None:
     for part in (slice(4, 160), slice(0, 36)):
         with pytest.raises(ValueError, match="expected multiples of 8"):
             ops.channel_scales([(k, part), (v, slice(0, 36))])
+    with pytest.raises(ValueError, match="expected multiples of 128"):
+        ops.channel_scales([(k, slice(0, 40)), (v, slice(0, 36))], channels=128)
+    with pytest.raises(ValueError, match="channels: got 16, expected 8 or 128"):
+        ops.channel_scales([(k, slice(0, 40))], channels=16)
+
+
+@pytest.mark.parametrize("channels", [None, 8, 128])
+def test_scales_of_whole_blocks_are_stored_once(channels: int | None) -> None:
+    q, v = torch.rand(3, 2), torch.rand(1, 2)
+    scales = ops.channel_scales([(q, slice(128, 384)), (v, slice(0, 36))], channels=channels)
+    shared = channels or 128
+    assert scales.shape == (2, -(-292 // shared))
+    of_channels = torch.cat([q[1:].repeat_interleave(128, 0), v.repeat_interleave(36, 0)])
+    assert torch.equal(scales.t().repeat_interleave(shared, 0)[:292], of_channels)
 
 
 X, W = torch.zeros(3, 200).to(E4M3), torch.zeros(20, 200).to(E4M3)
@@ -131,7 +146,11 @@ GOOD: dict[str, Any] = {"x": X, "w": W, "x_scale": torch.ones(2, 3), "w_scale": 
         ({"x_scale": torch.ones(3, 2)}, ValueError, "x_scale: got shape"),
         ({"x_scale": torch.ones(2, 3).half()}, TypeError, "x_scale: got dtype"),
         ({"x_scale": torch.ones(3, 2).t()}, ValueError, "x_scale: got strides"),
-        ({"w_scale": torch.ones(2, 20)}, ValueError, r"w_scale: got shape \[2, 20\], expected"),
+        (
+            {"w_scale": torch.ones(2, 20)},
+            ValueError,
+            r"w_scale: got shape \[2, 20\], expected \[2, 3\] or \[2, 1\]",
+        ),
         ({"bias": torch.ones(3)}, ValueError, r"bias: got shape \[3\], expected \[20\]"),
         ({"bias": torch.ones(20).half()}, TypeError, "bias: got dtype torch.float16"),
         ({"n_active": 3}, TypeError, "n_active: got int"),

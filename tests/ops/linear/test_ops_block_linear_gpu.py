@@ -23,14 +23,18 @@ SIZES = (
 )
 
 
+# Channels that share a scale.
+SHARED = pytest.mark.parametrize("shared", [8, 128])
+
+
 def operands(
-    m: int, n: int, k: int
+    m: int, n: int, k: int, shared: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x, w and distinct scales of every group of a token and of 8 channels."""
+    """Return x, w and distinct scales of every group of a token and of so many channels."""
     x, w = (quantized_randn((rows, k), E4M3).to(CUDA) for rows in (m, n))
     scales = [
         empty_scales(-(-k // 128), columns, CUDA).uniform_(0.01, 0.03)
-        for columns in (m, -(-n // 8))
+        for columns in (m, -(-n // shared))
     ]
     return x, w, *scales
 
@@ -79,10 +83,11 @@ def check_guard(out: torch.Tensor) -> None:
     assert (whole == 7.0).all()
 
 
+@SHARED
 @pytest.mark.parametrize("m", TOKENS)
-def test_every_size(m: int) -> None:
+def test_every_size(m: int, shared: int) -> None:
     for n, k in SIZES:
-        x, w, x_scale, w_scale = operands(m, n, k)
+        x, w, x_scale, w_scale = operands(m, n, k, shared)
         bias = torch.randn(n, device=CUDA).bfloat16()
         packed = ops.pack_weight(w)
         out = guarded(m, n, torch.bfloat16)
@@ -95,15 +100,16 @@ def test_every_size(m: int) -> None:
         assert_same_bits(plain, ops.fp8_block_linear(x, packed, x_scale, w_scale, **how))
 
 
+@SHARED
 @pytest.mark.parametrize("m", [1, 9, 17, 40, 70, 130, 300])
-def test_sums_of_small_integers_are_exact(m: int) -> None:
+def test_sums_of_small_integers_are_exact(m: int, shared: int) -> None:
     """Not one element of K may be missing or counted twice, nor have another's scale."""
     for n, k in ((136, 4096), (1003, 1000), (17, 129)):
         x, w = (torch.randint(-1, 2, (rows, k), device=CUDA).float() for rows in (m, n))
         groups = -(-k // 128)
         scales = [
             2.0 ** torch.randint(-2, 3, (groups, columns), device=CUDA).float()
-            for columns in (m, -(-n // 8))
+            for columns in (m, -(-n // shared))
         ]
         exact = reference.fp8_block_linear(x, w, *scales, dtype=torch.float64)
         for weight in (w.to(E4M3), ops.pack_weight(w.to(E4M3))):
@@ -111,11 +117,12 @@ def test_sums_of_small_integers_are_exact(m: int) -> None:
             assert torch.equal(y.double(), exact)
 
 
+@SHARED
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("m", FEW_TOKENS)
-def test_options(m: int, out_dtype: torch.dtype) -> None:
+def test_options(m: int, out_dtype: torch.dtype, shared: int) -> None:
     n, k = 203, 400
-    x, w, x_scale, w_scale = operands(m, n, k)
+    x, w, x_scale, w_scale = operands(m, n, k, shared)
     bias = torch.randn(n, device=CUDA)
     rounded = bias.to(out_dtype)
     for weight in (w, ops.pack_weight(w)):
@@ -149,9 +156,10 @@ def test_strides(m: int) -> None:
             assert_same_bits(y, expected)
 
 
-def test_rows_have_the_same_bits_in_every_call() -> None:
+@SHARED
+def test_rows_have_the_same_bits_in_every_call(shared: int) -> None:
     for n, k in ((1003, 1000), (4096, 4096)):
-        x, w, x_scale, w_scale = operands(1000, n, k)
+        x, w, x_scale, w_scale = operands(1000, n, k, shared)
         weight = ops.pack_weight(w)
         whole = ops.fp8_block_linear(x, weight, x_scale, w_scale, batch_invariant=True)
         for m in TOKENS:
@@ -162,9 +170,10 @@ def test_rows_have_the_same_bits_in_every_call() -> None:
                 assert_same_bits(part, whole[rows])
 
 
+@SHARED
 @pytest.mark.parametrize("m", FEW_TOKENS)
-def test_padding_changes_no_real_row(m: int) -> None:
-    x, w, x_scale, w_scale = operands(m, 1003, 1008)
+def test_padding_changes_no_real_row(m: int, shared: int) -> None:
+    x, w, x_scale, w_scale = operands(m, 1003, 1008, shared)
     packed = ops.pack_weight(w)
     expected = ops.fp8_block_linear(x, packed, x_scale, w_scale)
     real_x, real_scale = x.clone(), x_scale.clone()
@@ -186,7 +195,7 @@ def test_padding_changes_no_real_row(m: int) -> None:
 class Chain:
     """Layers one after another, each quantising what the one before it put out."""
 
-    def __init__(self, m: int, length: int = 60, size: int = 1024) -> None:
+    def __init__(self, m: int, shared: int, length: int = 60, size: int = 1024) -> None:
         self.x = torch.randn(m, size, device=CUDA).bfloat16()
         self._norm = torch.rand(size, device=CUDA).bfloat16() + 0.5
         self._weights = [
@@ -195,7 +204,7 @@ class Chain:
         ]
         unit = size**-0.5
         self._scales = [
-            empty_scales(size // 128, w.n // 8, CUDA).uniform_(0.5 * unit, 1.5 * unit)
+            empty_scales(size // 128, w.n // shared, CUDA).uniform_(0.5 * unit, 1.5 * unit)
             for w in self._weights
         ]
         self._length = length
@@ -224,9 +233,10 @@ class Chain:
         return y
 
 
+@SHARED
 @pytest.mark.parametrize("m", [1, 9, 20, 33, 64, 130])
-def test_a_chain_replays_with_changed_inputs(m: int) -> None:
-    chain = Chain(m)
+def test_a_chain_replays_with_changed_inputs(m: int, shared: int) -> None:
+    chain = Chain(m, shared)
     assert_same_bits(chain(), chain(wait=True))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream):
@@ -241,9 +251,10 @@ def test_a_chain_replays_with_changed_inputs(m: int) -> None:
         assert_same_bits(out, expected)
 
 
-def test_a_thousand_repeats_have_the_same_bits() -> None:
+@SHARED
+def test_a_thousand_repeats_have_the_same_bits(shared: int) -> None:
     for m in (1, 16, 64, 128, 500):
-        x, w, x_scale, w_scale = operands(m, 1536, 2048)
+        x, w, x_scale, w_scale = operands(m, 1536, 2048, shared)
         packed = ops.pack_weight(w)
         for invariant in (False, True):
             how = {"batch_invariant": invariant}
@@ -251,6 +262,17 @@ def test_a_thousand_repeats_have_the_same_bits() -> None:
             for _ in range(200):
                 got = ops.fp8_block_linear(x, packed, x_scale, w_scale, **how)
                 assert torch.equal(got, expected)
+
+
+def test_both_ways_to_store_scales_give_the_same_bits() -> None:
+    """Of tiles that begin within a block of channels, too."""
+    for m, n, k in ((1, 1003, 1000), (20, 520, 513), (70, 4096, 700), (300, 3000, 4096)):
+        x, w, x_scale, of_blocks = operands(m, n, k, 128)
+        of_channels = of_blocks.repeat_interleave(16, 1)[:, : -(-n // 8)].contiguous()
+        for weight in (w, ops.pack_weight(w)):
+            got = ops.fp8_block_linear(x, weight, x_scale, of_blocks, batch_invariant=True)
+            want = ops.fp8_block_linear(x, weight, x_scale, of_channels, batch_invariant=True)
+            assert_same_bits(got, want)
 
 
 # Of every way in which rows are shared: a warp, a CTA, several, one that reads the row twice; with
