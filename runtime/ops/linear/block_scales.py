@@ -94,4 +94,5 @@ def channel_scales(
         )
         rows.append(scales.float()[first // GROUP])
     of_channels = torch.cat(rows).t()
-    return empty_scales(*of_channels.shape, of_channels.device).copy_(of_channels)
+    groups, columns = of_channels.shape
+    return empty_scales(groups, columns, of_channels.device).copy_(of_channels)
