@@ -44,14 +44,16 @@ class Consumer : Mainloop {
       wait_for_predecessor();  // returns at once after the first time
       epilogue.fetch_tokens(work_tile);
       Sum sums[kBlocks][kSums];
-      if constexpr (kBlockScales) {
-        clear(sums);
-        Mainloop::sum_scaled(work_tile, sums, position);
-      } else if constexpr (kPromote) {
+#if OSTINATO_BLOCK_SCALES
+      clear(sums);
+      sum_scaled(work_tile, sums, position);
+#else
+      if constexpr (kPromote) {
         sum_promoting(work_tile.steps, sums, position);
       } else {
         sum(work_tile.steps, sums, position, epilogue);
       }
+#endif
       if (!kSmallM) {
         // Recomputed: during the mainloop every register is needed for accumulators.
         work_tile = work_tile_at(plan_, opaque(index), rank());
