@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import Callable, Iterator
 
@@ -84,6 +85,20 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+@contextlib.contextmanager
+def _spared_collector() -> Iterator[None]:
+    """Let the garbage collector pass over what there is, which would hold up all texts at times."""
+    if gc.get_freeze_count():  # somebody else's doing, to be undone by them
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def serve(
     service: Service,
     bound: socket.socket,
@@ -117,7 +132,8 @@ def serve(
     server = _Server(config, service)
     on_ready(server)
     try:
-        server.run(sockets=[bound])
+        with _spared_collector():
+            server.run(sockets=[bound])
     finally:
         service.close()
     return not server.engine_died
