@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from serve_side_by_side import main
 
 HEAD = {"gpu": "H", "versions": {"torch": "2"}, "commit": "c1"}
