@@ -12,18 +12,18 @@ class StepTimes(deque[float]):
     """Seconds of the last 100,000 steps.
 
     Attributes:
-        count, total: steps, and their seconds, since the engine was made.
+        steps, total: how many, and their seconds, since the engine was made.
     """
 
     def __init__(self) -> None:
         super().__init__(maxlen=_STEPS_KEPT)
-        self.count = 0
+        self.steps = 0
         self.total = 0.0
 
     def append(self, seconds: float) -> None:
         """Add a step."""
         super().append(seconds)
-        self.count += 1
+        self.steps += 1
         self.total += seconds
 
 

@@ -104,10 +104,10 @@ class EngineNumbers:
         stats, cache = engine.stats, engine.cache
         values = {
             "decode_tokens": stats.decode_tokens,
-            "decode_steps": stats.decode_seconds.count,
+            "decode_steps": stats.decode_seconds.steps,
             "decode_seconds": stats.decode_seconds.total,
             "prefill_tokens": stats.prefill_tokens,
-            "prefill_steps": stats.prefill_seconds.count,
+            "prefill_steps": stats.prefill_seconds.steps,
             "prefill_seconds": stats.prefill_seconds.total,
             "prefix_tokens": cache.prefix_tokens,
             "shared_tokens": cache.shared_tokens,
