@@ -119,6 +119,9 @@ def serve(
     config = uvicorn.Config(
         create_app(service),
         http=limited_connection(settings),
+        # Not uvloop, where it is installed: it keeps the interpreter's lock while it sends, and the
+        # engine's thread waits for that.
+        loop="asyncio",
         ws="none",
         interface="asgi3",
         lifespan="off",
