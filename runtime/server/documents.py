@@ -7,6 +7,9 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+# One for all: `json.dumps` would make one for each document.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 
 def json_bytes(document: Any) -> bytes:
     """Return a document in UTF-8.
@@ -14,8 +17,7 @@ def json_bytes(document: Any) -> bytes:
     Texts of clients and models may have lone surrogates, which UTF-8 has not: they are written as
     JSON's escapes.
     """
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode(errors="backslashreplace")
+    return _ENCODER.encode(document).encode(errors="backslashreplace")
 
 
 class JsonAnswer(JSONResponse):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from ..engine import FinishReason, SamplingParams
@@ -55,6 +55,14 @@ class Admission:
         self.taken += count
 
 
+def by_choice(events: Iterable[Progress]) -> dict[int, list[Progress]]:
+    """Return the events of each choice: one, or more where a client is told less often."""
+    found: dict[int, list[Progress]] = {}
+    for progress in events:
+        found.setdefault(progress.choice, []).append(progress)
+    return found
+
+
 class Generation:
     """Asynchronous iterator over the events of a request's choices, as lists of what has come.
 
@@ -79,7 +87,7 @@ class Generation:
         params: Sequence[SamplingParams],
         timeout: float,
     ) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._admission = admission
         self._metrics = metrics
@@ -88,7 +96,10 @@ class Generation:
         self._last = self._arrived
         self.deadline = self._arrived + timeout
         self._pending: list[Message] = []
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        # One timer for the whole request: one for each of its tokens costs more than the token.
+        self._timer = loop.call_at(self.deadline, self._expire)
+        self._late = False
         self._unfinished = 0
         self._admitted = 0
         self.prompt_tokens = [len(prompt) for prompt in prompts]
@@ -138,6 +149,7 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what is unfinished and give the places in the queue back; again does nothing."""
+        self._timer.cancel()
         if self._unfinished:
             self._engine.cancel(self._job)
             self._unfinished = 0
@@ -157,19 +169,25 @@ class Generation:
 
     def _take(self, messages: list[Message]) -> None:
         self._pending.extend(messages)
-        self._wake.set()
+        self._wake()
+
+    def _expire(self) -> None:
+        self._late = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def _next(self, most: int | None = None) -> list[Message]:
         """Wait for messages and return them all, or the first `most`."""
-        if not self._pending:
-            self._wake.clear()
-            try:
-                async with asyncio.timeout_at(self.deadline):
-                    await self._wake.wait()
-            except TimeoutError:
+        while not self._pending:
+            if self._late:
                 raise ApiError(
                     504, "the request took longer than this server allows", code="timeout"
-                ) from None
+                )
+            self._waiter = self._loop.create_future()
+            await self._waiter
         taken = self._pending[:most]
         del self._pending[: len(taken)]
         return taken
@@ -182,7 +200,7 @@ class Generation:
         return bad_value(ended.error)
 
     def _observe(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         if self._last == self._arrived:
             self._metrics.first_token.observe(now - self._arrived)
         else:

@@ -75,7 +75,11 @@ class Metrics:
 # Of an engine: the name, whether it only grows, and what it is.
 _ENGINE = (
     ("decode_tokens", True, "Tokens decoded behind each text's first."),
+    ("decode_steps", True, "Decode steps."),
+    ("decode_seconds", True, "Seconds of them, each from the end of the step before."),
     ("prefill_tokens", True, "Prompt tokens computed."),
+    ("prefill_steps", True, "Steps that computed prompts."),
+    ("prefill_seconds", True, "Seconds of them, each from the end of the step before."),
     ("prefix_tokens", True, "Prompt tokens looked for in the KV cache."),
     ("shared_tokens", True, "Those of them that were there."),
     ("evicted_pages", True, "Pages of the KV cache kept for later prompts and given up."),
@@ -100,7 +104,11 @@ class EngineNumbers:
         stats, cache = engine.stats, engine.cache
         values = {
             "decode_tokens": stats.decode_tokens,
+            "decode_steps": stats.decode_seconds.steps,
+            "decode_seconds": stats.decode_seconds.total,
             "prefill_tokens": stats.prefill_tokens,
+            "prefill_steps": stats.prefill_seconds.steps,
+            "prefill_seconds": stats.prefill_seconds.total,
             "prefix_tokens": cache.prefix_tokens,
             "shared_tokens": cache.shared_tokens,
             "evicted_pages": cache.evictions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import Callable, Iterator
 
@@ -84,6 +85,20 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+@contextlib.contextmanager
+def _spared_collector() -> Iterator[None]:
+    """Let the garbage collector pass over what there is, which would hold up all texts at times."""
+    if gc.get_freeze_count():  # somebody else's doing, to be undone by them
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def serve(
     service: Service,
     bound: socket.socket,
@@ -104,6 +119,9 @@ def serve(
     config = uvicorn.Config(
         create_app(service),
         http=limited_connection(settings),
+        # Not uvloop, where it is installed: it keeps the interpreter's lock while it sends, and the
+        # engine's thread waits for that.
+        loop="asyncio",
         ws="none",
         interface="asgi3",
         lifespan="off",
@@ -117,7 +135,8 @@ def serve(
     server = _Server(config, service)
     on_ready(server)
     try:
-        server.run(sockets=[bound])
+        with _spared_collector():
+            server.run(sockets=[bound])
     finally:
         service.close()
     return not server.engine_died

@@ -178,6 +178,21 @@ def test_every_step_of_a_prompt_is_timed(most: int, steps: int) -> None:
     assert engine.stats.prefill_tokens == 29
 
 
+def test_texts_go_on_in_every_step_while_a_long_prompt_comes() -> None:
+    engine = make_engine(prefill_chunk=8, max_prefill_tokens=16)
+    growing = engine.submit("abc", SamplingParams(max_tokens=60, ignore_eos=True))
+    while not engine.step():
+        pass
+    before = engine.stats.prefill_tokens
+    engine.submit("x" * 90, SamplingParams(max_tokens=1))
+    computed = []
+    while engine.stats.prefill_tokens < before + 90:
+        events = engine.step()
+        assert [event.request_id for event in events] == [growing]
+        computed.append(engine.stats.prefill_tokens - before)
+    assert computed == [16, 32, 48, 64, 80, 90]
+
+
 def test_an_early_end_leaves_nothing_of_the_step_in_flight() -> None:
     engine = make_engine()
     expected = {prompt: greedy(engine, prompt, 12) for prompt in ("abc", "other")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -157,6 +158,27 @@ def test_requests_without_the_key_are_refused(strict: Client, key: str | None) -
         assert (status, document["error"]["code"]) == (401, "invalid_api_key")
     assert stranger.get("/health")[0] == stranger.get("/ready")[0] == 200
     assert replace(strict, headers={"authorization": "bearer other"}).get("/v1/models")[0] == 200
+
+
+@pytest.mark.parametrize("body", [{"prompt": "abc", "max_tokens": 1}, {"frob": 1}])
+def test_answers_have_the_id_of_their_request(strict: Client, body: dict[str, object]) -> None:
+    answer = strict.send("POST", PATH, body, {"x-request-id": "my-own_1.2"})
+    assert answer.headers["x-request-id"] == "my-own_1.2"
+    for wrong in ("a b", "x" * 65, ""):
+        answer = strict.send("POST", PATH, body, {"x-request-id": wrong})
+        assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+def test_internal_errors_tell_clients_nothing(
+    strict: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("/a/secret/path")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ostinato.server.service.Service.check_model", fail)
+        error = strict.refused({"prompt": "abc"}, status=500)
+    assert (error["message"], error["code"]) == ("an internal error", "internal_error")
 
 
 def test_no_answer_allows_other_origins(strict: Client) -> None:

@@ -173,6 +173,12 @@ def test_metrics_count_shared_prefixes_and_evictions() -> None:
         client.complete(shared + "2", max_tokens=1)
         assert (read("prefix_tokens_total"), read("shared_tokens_total")) == (80, 40)
         assert read("prefill_tokens_total") == 41 + 1
+        assert read("prefill_steps_total") == 2
+        assert read("prefill_seconds_total") > 0
+        assert (read("decode_steps_total"), read("decode_seconds_total")) == (0, 0)
+        client.complete("x", max_tokens=5, ignore_eos=True)
+        assert read("decode_steps_total") == 4
+        assert 0 < read("decode_seconds_total") < 20
         assert read("evicted_pages_total") == 0
         for letter in "bcde":
             client.complete(letter * 40, max_tokens=1)

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from ostinato.cli.main import main
+from ostinato.server import Service
 from server_process import KEY, TINY_LLAMA, free_port, serve_process
 
 BODY = {"prompt": "Classes", "max_tokens": 60, "ignore_eos": True, "stream": True, "seed": 1}
@@ -50,6 +51,22 @@ def test_sigkill_then_a_clean_start_then_sigterm_under_load() -> None:
     assert [e["completion_tokens"] for e in requests] == [60] * 3
     assert not any("Classes" in line for line in log)
     assert "captured on cpu" in "".join(log)
+
+
+def test_server_listens_on_the_loopback_address_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound: list[tuple[str, int]] = []
+
+    def serve(service: Service, listener: socket.socket) -> bool:
+        bound.append(listener.getsockname())
+        service.close()
+        return True
+
+    monkeypatch.setattr("ostinato.server.serve", serve)
+    flags = ["--device", "cpu", "--port", "0", "--max-batch", "1", "--max-context", "32"]
+    assert main(["serve", str(TINY_LLAMA), *flags, "--no-verify"]) == 0
+    assert [address for address, _ in bound] == ["127.0.0.1"]
 
 
 @pytest.mark.parametrize(

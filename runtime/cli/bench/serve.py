@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ...bench.serve.client import Server, Stream
     from ...bench.serve.load import Load
     from ...bench.serve.row import ServeRow
+    from ...bench.serve.step import StepRow
 
 
 def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
@@ -28,7 +29,9 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help="load on an OpenAI-compatible server",
         description="Send streams of random prompts to /v1/completions of any server, and show "
         "the times that its clients see: p50, p90, p99. With --rate requests come at random "
-        "moments, whether earlier ones have ended or not. The key is that of OPENAI_API_KEY.",
+        "moments, whether earlier ones have ended or not. With two numbers of --output the time "
+        "of a decode step is shown instead: of --concurrency texts that begin at once, the long "
+        "ones less the short ones, as in bench engine. The key is that of OPENAI_API_KEY.",
     )
     serve.add_argument("--url", required=True, metavar="URL", help="such as http://localhost:8000")
     serve.add_argument("--model", required=True, metavar="NAME", help="that the server knows")
@@ -45,7 +48,12 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help="tokens of prompts, log-uniform (default 128 2048)",
     )
     serve.add_argument(
-        "--output", type=int, default=256, metavar="N", help="tokens of texts (default 256)"
+        "--output",
+        type=int,
+        nargs="+",
+        default=[256],
+        metavar="N",
+        help="tokens of texts (default 256), or of short and of long ones",
     )
     serve.add_argument(
         "--lengths",
@@ -67,6 +75,9 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     serve.add_argument("--between-ms", type=float, metavar="MS", help="of the mean between tokens")
     serve.add_argument("--whole-ms", type=float, metavar="MS", help="of the whole request")
     serve.add_argument("--warm-up", type=int, default=4, metavar="N", help="untimed (default 4)")
+    serve.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="of short and long texts (default 3)"
+    )
     serve.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
     add_plot_flag(serve)
     serve.set_defaults(run=_run)
@@ -76,30 +87,77 @@ def _run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
     check_plot_flag(args.plot)
 
-    import torch
-
-    from ...bench.report import Report
     from ...bench.serve.client import Server
     from ...bench.serve.row import Limits, ServeRow
 
     with user_errors(ValueError, OSError):
+        outputs = _outputs(args)
         load = _load(args)
         server = Server(args.url, os.environ.get("OPENAI_API_KEY"))
+    if outputs is not None:
+        with user_errors(ValueError):
+            step = _step(args, server, load, outputs)
+        print(f"{step.case}, {step.impl}: {step.us} µs/step")
+        _keep(args, step)
+        return 0
     limits = Limits(args.first_ms, args.between_ms, args.whole_ms)
     streams, seconds = asyncio.run(_measure(server, load, args.warm_up))
     with user_errors(ValueError):
         row = ServeRow.of(_case(args), args.impl, streams, seconds, limits)
     print(_text(row))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = Report.for_device(device)
+    _keep(args, row)
+    for error in {stream.error for stream in streams if stream.error is not None}:
+        print(error, file=sys.stderr)
+    return FAILED if row.failed else 0
+
+
+def _keep(args: argparse.Namespace, row: ServeRow | StepRow) -> None:
+    import torch
+
+    from ...bench.report import Report
+
+    report = Report.for_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     report.rows.append(row)
     if args.json is not None:
         with user_errors(OSError):
             report.write(args.json)
     plot(args.plot, "serve", report)
-    for error in {stream.error for stream in streams if stream.error is not None}:
-        print(error, file=sys.stderr)
-    return FAILED if row.failed else 0
+
+
+def _step(
+    args: argparse.Namespace, server: Server, load: Load, outputs: tuple[int, int]
+) -> StepRow:
+    from tqdm import tqdm
+
+    from ...bench.serve.step import StepRow, time_steps
+
+    count = len(load.lengths) * (2 * args.repeats + 1)
+    with tqdm(total=count, unit="request", file=sys.stderr) as progress:
+        runs = asyncio.run(time_steps(server, load, outputs, args.repeats, progress.update))
+    case = f"{args.model} b{args.concurrency} prompt{args.prompt[0]}"
+    return StepRow.of(case, args.impl, outputs, runs)
+
+
+def _outputs(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Return the tokens of short and of long texts, where steps are what is measured.
+
+    Raises:
+        ValueError: for flags that do not go together.
+    """
+    if len(args.output) == 1:
+        return None
+    if len(args.output) > 2 or not 0 < args.output[0] < args.output[1]:
+        given = " ".join(map(str, args.output))
+        raise ValueError(f"output: got {given}, expected one number, or a short and a long one")
+    if args.concurrency is None or args.rate is not None or args.lengths is not None:
+        raise ValueError("output: two numbers need --concurrency, and no --rate or --lengths")
+    if args.prompt[0] != args.prompt[1]:
+        low, high = args.prompt
+        raise ValueError(f"prompt: got {low} to {high}, expected one length for steps")
+    if args.repeats < 1:
+        raise ValueError(f"repeats: got {args.repeats}, expected at least 1")
+    args.requests = args.concurrency  # a batch
+    return args.output[0], args.output[1]
 
 
 async def _measure(server: Server, load: Load, warm_up: int) -> tuple[list[Stream], float]:
@@ -119,7 +177,7 @@ def _load(args: argparse.Namespace) -> Load:
 
     if args.lengths is None:
         low, high = args.prompt
-        lengths = log_uniform(low, high, args.output, args.requests, args.seed)
+        lengths = log_uniform(low, high, args.output[0], args.requests, args.seed)
     else:
         lengths = read_lengths(args.lengths, args.requests)
     return Load(
@@ -137,7 +195,7 @@ def _case(args: argparse.Namespace) -> str:
     load = [] if args.rate is None else [f"rate{args.rate:g}"]
     load += [] if args.concurrency is None else [f"c{args.concurrency}"]
     low, high = args.prompt
-    sizes = f"prompt{low}-{high} out{args.output}" if args.lengths is None else args.lengths.stem
+    sizes = f"prompt{low}-{high} out{args.output[0]}" if args.lengths is None else args.lengths.stem
     return " ".join([args.model, *load, sizes])
 
 

@@ -15,7 +15,7 @@ from ...engine import TokenEvent
 from ...engine.logprobs import MOST_LOGPROBS
 from ..chat.message import Delta, MessageReader
 from ..errors import ApiError
-from ..generation import Generation
+from ..generation import Generation, by_choice
 from ..logprobs import TokenTexts, chat_logprobs
 from .chat_fields import ChatPrompt, rendered
 from .dependencies import Served
@@ -157,14 +157,15 @@ async def _chunks(
         return {**document, "choices": [choice], **none}
 
     async for events in generation:
-        for progress in events:
-            at, reason = progress.choice, finish_reason(progress.event)
+        for at, new in by_choice(events).items():
+            reason = finish_reason(new[-1].event)
             if at not in begun:
                 begun.add(at)
                 yield chunk(at, {"role": "assistant", "content": ""})
             reader, calls = readers[at], readers[at].calls
-            logprobs = _logprobs(texts, [progress.event])
-            deltas = reader.push(progress.event.text, last=reason is not None)
+            logprobs = _logprobs(texts, [progress.event for progress in new])
+            text = "".join(progress.event.text for progress in new)
+            deltas = reader.push(text, last=reason is not None)
             if logprobs is not None and not deltas:
                 deltas = [Delta()]  # they come with their token, be its text held back
             for delta in deltas:

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from ...engine.logprobs import MOST_LOGPROBS
 from ..engine_thread import Progress
 from ..errors import ApiError
-from ..generation import Generation
+from ..generation import Generation, by_choice
 from ..logprobs import CompletionLogprobs
 from ..service import Service
 from .dependencies import Served
@@ -205,10 +205,10 @@ async def _chunks(
         if choice.echoes_at_once:
             yield {**document, "choices": [choice.of([])], **none}
     async for events in generation:
-        for progress in events:
-            choice, its = choices[progress.choice], waiting[progress.choice]
-            its.append(progress)
-            if choice.waits and progress.completion is None:
+        for at, new in by_choice(events).items():
+            choice, its = choices[at], waiting[at]
+            its += new
+            if choice.waits and new[-1].completion is None:
                 continue
             yield {**document, "choices": [choice.of(its)], **none}
             its.clear()

@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 from ..service import Service
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # were it not async, it would be a thread's job
     service: Service = request.app.state.service
     return service
 

@@ -11,6 +11,7 @@ import pytest
 from ostinato.bench.serve.client import Server, Stream
 from ostinato.bench.serve.load import Lengths, Load, log_uniform, read_lengths, send_all
 from ostinato.bench.serve.row import Limits, ServeRow
+from ostinato.bench.serve.step import StepRow
 from ostinato.cli.main import main
 from serving import make_service, serving
 
@@ -44,6 +45,35 @@ def test_load_on_our_server_makes_a_row(tmp_path: Path, capsys: pytest.CaptureFi
     assert open_row["good_s"] == 0
     assert "all 9 requests have failed: RefusedError: 404" in capsys.readouterr().err
     assert picture.stat().st_size > 1000
+
+
+def test_steps_are_timed_as_bench_engine_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    flags = ["--model", "tiny", "--concurrency", "3", "--prompt", "8", "8", "--output", "4", "60"]
+    flags += ["--vocab", "250", "--repeats", "2", "--json", str(file)]
+    with serving(make_service()) as client:
+        assert main(["bench", "serve", "--url", client.url, *flags]) == 0
+        stats = client.service.engine.call(lambda engine: engine.stats).result(10)
+        assert main(["bench", "serve", "--url", client.url, *flags, "--model", "other"]) == 2
+        client.wait_idle()
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["section"], row["case"]) == ("step", "tiny b3 prompt8")
+    assert len(row["short_s"]) == len(row["long_s"]) == 2
+    medians = [sum(row[name]) / 2 for name in ("short_s", "long_s")]
+    assert row["us"] == pytest.approx((medians[1] - medians[0]) / 56 * 1e6, rel=1e-3)
+    # Three batches of short texts, one of them untimed, and two of long ones.
+    assert stats.decode_tokens == 3 * (3 * 3 + 2 * 59)
+    assert "a request of 4 tokens has failed: RefusedError: 404" in capsys.readouterr().err
+
+
+def test_steps_need_a_longer_time_for_longer_texts() -> None:
+    runs = [(1.0, 2.0), (1.5, 2.1), (0.9, 2.4)]
+    row = StepRow.of("case", "impl", (10, 110), runs)
+    assert (row.us, row.short_s, row.long_s) == (11000, (1.0, 1.5, 0.9), (2.0, 2.1, 2.4))
+    with pytest.raises(ValueError, match="output: texts of 10 and 110 tokens took"):
+        StepRow.of("case", "impl", (10, 110), [(2.0, 1.0)])
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -131,6 +161,11 @@ def test_lengths_are_log_uniform_or_from_a_file(tmp_path: Path) -> None:
         (["--rate", "1", "--prompt", "9", "3"], "prompt: got 9 to 3"),
         (["--rate", "1", "--vocab", "9"], "vocab: got 9"),
         (["--rate", "1", "--url", "ftp://x"], "url: got 'ftp://x'"),
+        (["--rate", "1", "--output", "0"], "output, requests: got 0"),
+        (["--concurrency", "1", "--output", "3", "2"], "output: got 3 2"),
+        (["--concurrency", "1", "--output", "1", "2", "3"], "output: got 1 2 3"),
+        (["--rate", "1", "--output", "2", "3"], "output: two numbers need --concurrency"),
+        (["--concurrency", "1", "--output", "2", "3"], "prompt: got 128 to 2048"),
     ],
 )
 def test_wrong_loads_are_named(
