@@ -11,9 +11,10 @@ import pytest
 import torch
 from rank_processes import results_of_processes
 from safetensors.torch import load_file, save_file
+from vllm.compilation.counter import compilation_counter
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
-from vllm_server import Server, as_on_cuda, parallel_config
+from vllm_server import Server, as_on_cuda, compiled_by_pieces, parallel_config
 
 from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.compat.vllm.dense import OstinatoLinearMethod
@@ -72,6 +73,21 @@ def test_a_16_bit_model_continues_as_our_engine_does(tmp_path: Path) -> None:
     assert server.greedy(prompts, 8) == expected
 
 
+@pytest.mark.usefixtures("_as_on_cuda")
+def test_a_model_that_vllm_compiles_continues_alike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its layers are one graph for any number of tokens, which vLLM cuts at attention alone."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    monkeypatch.setattr(type(current_platform), "opaque_attention_op", classmethod(lambda _: True))
+    prompts, expected = continued(FOLDER, 8)
+    server = Server(FOLDER, compilation=compiled_by_pieces())
+    seen = {"num_graphs_seen": 1, "num_piecewise_capturable_graphs_seen": 5}  # around four layers'
+    with set_current_vllm_config(server.config), compilation_counter.expect(**seen):
+        assert server.greedy(prompts, 8) == expected
+
+
 def tokens_of_a_rank(folder: Path, prompts: list[list[int]], steps: int) -> list[list[int]]:
     """Return greedy tokens of a rank, whose group is torch's default one."""
     import torch.distributed as dist
@@ -83,7 +99,6 @@ def tokens_of_a_rank(folder: Path, prompts: list[list[int]], steps: int) -> list
     register()
     platform = type(current_platform)
     platform.get_device_capability = lambda *_, **__: DeviceCapability(9, 0)
-    platform.use_all_gather = lambda *_: True  # of logits, as on CUDA
     as_on_cuda(setattr, lambda of, key, value: of.update({key: value}))
     ranks, rank = dist.get_world_size(), dist.get_rank()
     config = VllmConfig(

@@ -76,6 +76,7 @@ class EngineProcess:
             **variant.environment,
             "VLLM_CACHE_ROOT": str(folder / "cache"),
             "VLLM_CONFIG_ROOT": str(folder / "config"),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         }
         self._connection, theirs = Pipe()
         given = {"arguments": {**arguments, **variant.arguments}}

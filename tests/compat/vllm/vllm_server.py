@@ -10,9 +10,11 @@ import torch
 from vllm.config import (
     CacheConfig,
     CompilationConfig,
+    CompilationMode,
     DeviceConfig,
     ModelConfig,
     ParallelConfig,
+    PassConfig,
     VllmConfig,
     set_current_vllm_config,
 )
@@ -44,6 +46,21 @@ def as_on_cuda(
     setattr_(torch.accelerator, "empty_cache", lambda: None)
 
 
+def compiled_by_pieces() -> CompilationConfig:
+    """Return vLLM's own compilation, cut at attention, without inductor and fusions on a GPU."""
+    fusions = [name for name in vars(PassConfig()) if name.startswith("fuse_")]
+    config = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE,
+        backend="eager",
+        custom_ops=["none"],
+        cudagraph_mode="NONE",
+        splitting_ops=["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"],
+        pass_config=PassConfig(**dict.fromkeys([*fusions, "enable_qk_norm_rope_fusion"], False)),
+    )
+    config.compile_sizes = []  # which a runner on a GPU sets
+    return config
+
+
 def parallel_config(ranks: int) -> Any:
     """Return vLLM's config of ranks that are processes which somebody has started."""
     if ranks == 1:
@@ -61,6 +78,7 @@ class Server:
         kv_cache_dtype: by vLLM's name.
         quantization: likewise.
         ranks: of vLLM's tensor parallel group, which has been made.
+        compilation: vLLM's config of it; by default nothing is compiled.
     """
 
     def __init__(
@@ -69,6 +87,7 @@ class Server:
         kv_cache_dtype: str = "auto",
         quantization: Any = None,
         ranks: int = 1,
+        compilation: CompilationConfig | None = None,
     ) -> None:
         self.config = VllmConfig(
             model_config=ModelConfig(
@@ -77,7 +96,7 @@ class Server:
             cache_config=CacheConfig(cache_dtype=kv_cache_dtype, block_size=16),
             device_config=DeviceConfig(device="cpu"),
             parallel_config=parallel_config(ranks),
-            compilation_config=CompilationConfig(mode=0, custom_ops=["none"]),
+            compilation_config=compilation or CompilationConfig(mode=0, custom_ops=["none"]),
         )
         with set_current_vllm_config(self.config):
             self.model: Any = get_model(vllm_config=self.config)
