@@ -136,7 +136,7 @@ class Run:
     def large(self, layers: int, **arguments: Any) -> dict[str, Any]:
         """Return arguments for a model of the large shape with random weights."""
         folder = self.folder / f"{SHAPE}_{layers}"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         config = {
             **SHAPES[SHAPE],
             "num_hidden_layers": layers,
