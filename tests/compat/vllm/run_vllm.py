@@ -10,7 +10,7 @@ scheduling), but that batches are captured which are timed, and the KV cache has
 - step: a decode step of the shape of Llama-3.1-8B, INT8, after prompts of 128 tokens. One engine
   has no plug-in; the others have its linear layers (with what quantises their input), its attention
   as well, its norms, too. Rows say which `parts` served, and how many graphs a step replayed.
-- long: four layers of that shape, batch 128, where the plug-in's attention is all that differs.
+- long: 16 layers of that shape, batch 128, where the plug-in's attention is all that differs.
   Rows of the section `attention` are a layer's share of a step at a context of 4096, less that of a
   step at 56.
 - texts: greedy texts of examples/tiny-llama. `step` compares texts of its engines likewise.
@@ -56,7 +56,7 @@ from ostinato.ops.linear.quantize_cuda import input_kernel
 SHAPE = "llama-3.1-8b"
 TINY = Path(__file__).parents[3] / "examples/tiny-llama"
 PROMPT, COUNTS = 128, (32, 160)  # new tokens of two texts, whose times are subtracted
-LONG_BATCH, LONG_LAYERS, LONG_COUNTS = 128, 4, (8, 72)
+LONG_BATCH, LONG_LAYERS, LONG_COUNTS = 128, 16, (8, 72)
 LONG_PROMPTS = {4096: 4056, 56: 16}  # by the mean context of the steps
 TEXTS, TOKENS, APART = 32, 48, 5  # texts, their new tokens, and how many at a time
 GIB = 2**30
@@ -165,7 +165,8 @@ class Run:
                 for _ in range(TEXTS)
             ]
             self.compare(engines, f"{SHAPE} {TEXTS} x {TOKENS}", prompts)
-            self.kernels(engines)
+            for batch in self.options.profile:
+                self.kernels(engines, [PLAIN, ALL], batch, PROMPT)
             self.failed += engines.failed
 
     def steps(self, engines: Engines, variants: Sequence[Variant], **fields: Any) -> None:
@@ -207,12 +208,12 @@ class Run:
         return found
 
     def long(self) -> None:
-        """Time attention to long contexts, by the steps of few layers."""
+        """Time attention to long contexts, by the steps of fewer layers."""
         length = max(LONG_PROMPTS.values()) + LONG_COUNTS[1] + 16
         arguments = self.large(
             LONG_LAYERS,
             max_model_len=-(-length // 256) * 256,
-            kv_cache_memory_bytes=12 * GIB,
+            kv_cache_memory_bytes=36 * GIB,
             enable_prefix_caching=True,
             max_num_seqs=LONG_BATCH,
             compilation_config={"cudagraph_capture_sizes": [1, LONG_BATCH]},
@@ -239,6 +240,8 @@ class Run:
                 if variant.parts and PLAIN in found:
                     row = beside(row, self.peer, found[PLAIN])
                 self.add(row)
+            if self.options.profile:
+                self.kernels(engines, variants, LONG_BATCH, LONG_PROMPTS[longest])
             self.failed += engines.failed
 
     def texts(self) -> None:
@@ -299,15 +302,14 @@ class Run:
                     f"{case}, {variant}: {equal} of {len(prompts)} texts are the same", flush=True
                 )
 
-    def kernels(self, engines: Engines) -> None:
-        """Print which kernels a step has, of vLLM alone and of all parts."""
-        for batch in self.options.profile:
-            for variant in (PLAIN, ALL):
-                found = engines.ask(
-                    variant, "kernels", batch=batch, prompt=PROMPT, vocab=self.vocab
-                )
-                for kernel in found or []:
-                    print(f"kernel, batch {batch}, {variant}: {json.dumps(kernel)}", flush=True)
+    def kernels(
+        self, engines: Engines, variants: Sequence[Variant], batch: int, prompt: int
+    ) -> None:
+        """Print which kernels a step of each engine has."""
+        given = {"batch": batch, "prompt": prompt, "vocab": self.vocab}
+        for variant in variants:
+            for kernel in engines.ask(variant, "kernels", **given) or []:
+                print(f"b{batch} prompt{prompt}, {variant}: {json.dumps(kernel)}", flush=True)
 
 
 def trained_prompts() -> list[list[int]]:
