@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import results_of_processes
 from safetensors.torch import load_file, save_file
 from vllm.compilation.counter import compilation_counter
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
-from vllm_server import Server, as_on_cuda, compiled_by_pieces, parallel_config
+from vllm_server import Server, as_on_cuda, compiled_by_pieces
 
 from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.compat.vllm.dense import OstinatoLinearMethod
@@ -86,36 +85,3 @@ def test_a_model_that_vllm_compiles_continues_alike(
     seen = {"num_graphs_seen": 1, "num_piecewise_capturable_graphs_seen": 5}  # around four layers'
     with set_current_vllm_config(server.config), compilation_counter.expect(**seen):
         assert server.greedy(prompts, 8) == expected
-
-
-def tokens_of_a_rank(folder: Path, prompts: list[list[int]], steps: int) -> list[list[int]]:
-    """Return greedy tokens of a rank, whose group is torch's default one."""
-    import torch.distributed as dist
-    from vllm.distributed import parallel_state
-    from vllm.platforms.interface import DeviceCapability
-
-    from ostinato.compat.vllm import register
-
-    register()
-    platform = type(current_platform)
-    platform.get_device_capability = lambda *_, **__: DeviceCapability(9, 0)
-    as_on_cuda(setattr, lambda of, key, value: of.update({key: value}))
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    config = VllmConfig(
-        device_config=DeviceConfig(device="cpu"), parallel_config=parallel_config(ranks)
-    )
-    with set_current_vllm_config(config):
-        parallel_state.init_distributed_environment(ranks, rank, "env://", rank, "gloo")
-        parallel_state.initialize_model_parallel(ranks, 1)
-    server = Server(folder, ranks=ranks)
-    layers = [m for m in server.model.modules() if hasattr(m, "scheme")]
-    assert {type(m.scheme.kernel) for m in layers} == {OstinatoInt8LinearKernel}
-    assert layers[0].ostinato_shape == ((6 + 2 * 2) * 32 // ranks, 192)
-    return server.greedy(prompts, steps)
-
-
-def test_two_ranks_continue_as_our_engine_does() -> None:
-    """Each has half of a layer's packed weight and of the heads; sums go through vLLM's group."""
-    prompts, expected = continued(FOLDER, 8)
-    found = results_of_processes(2, tokens_of_a_rank, FOLDER, prompts, 8, preload=["torch"])
-    assert found == [expected, expected]

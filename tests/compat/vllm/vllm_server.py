@@ -13,7 +13,6 @@ from vllm.config import (
     CompilationMode,
     DeviceConfig,
     ModelConfig,
-    ParallelConfig,
     PassConfig,
     VllmConfig,
     set_current_vllm_config,
@@ -61,15 +60,6 @@ def compiled_by_pieces() -> CompilationConfig:
     return config
 
 
-def parallel_config(ranks: int) -> Any:
-    """Return vLLM's config of ranks that are processes which somebody has started."""
-    if ranks == 1:
-        return ParallelConfig()
-    return ParallelConfig(
-        tensor_parallel_size=ranks, distributed_executor_backend="external_launcher"
-    )
-
-
 class Server:
     """vLLM's model with what its runner does: caches, page tables, metadata, greedy tokens.
 
@@ -77,7 +67,6 @@ class Server:
         folder: of a checkpoint.
         kv_cache_dtype: by vLLM's name.
         quantization: likewise.
-        ranks: of vLLM's tensor parallel group, which has been made.
         compilation: vLLM's config of it; by default nothing is compiled.
     """
 
@@ -86,7 +75,6 @@ class Server:
         folder: Path,
         kv_cache_dtype: str = "auto",
         quantization: Any = None,
-        ranks: int = 1,
         compilation: CompilationConfig | None = None,
     ) -> None:
         self.config = VllmConfig(
@@ -95,7 +83,6 @@ class Server:
             ),
             cache_config=CacheConfig(cache_dtype=kv_cache_dtype, block_size=16),
             device_config=DeviceConfig(device="cpu"),
-            parallel_config=parallel_config(ranks),
             compilation_config=compilation or CompilationConfig(mode=0, custom_ops=["none"]),
         )
         with set_current_vllm_config(self.config):
