@@ -157,6 +157,25 @@ def main() -> None:
     report.versions["transformers"] = transformers.__version__
     case = f"llama-3.1-8b {options.layers} layers b1 prompt{PROMPT}"
     times: dict[str, float] = {}
+
+    def add(row: dict[str, Any]) -> None:
+        """Print a row and write the file, so that a run which ends early loses nothing."""
+        print(row, flush=True)
+        report.rows.append(row)
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            report.write(options.out)
+
+    def time_of(impl: str, run: Callable[[int], Any]) -> None:
+        times[impl] = seconds = seconds_per_token(run, options.device)
+        row: dict[str, Any] = {"section": "generate", "case": case, "impl": impl}
+        row |= {"dtype": "int8", "us": round(seconds * 1e6, 1)}
+        if impl.startswith("transformers"):
+            add(row)
+            return
+        for peer in ("transformers", "transformers_static"):
+            add({**row, "peer": peer, "ratio": round(seconds / times[peer], 4)})
+
     with tempfile.TemporaryDirectory() as name:
         bf16, int8 = write_checkpoints(Path(name), options)
         model = load(bf16, options.device)
@@ -165,34 +184,20 @@ def main() -> None:
         del model
         model = load(int8, options.device)
         theirs = model(ids).logits
-        times["transformers"] = seconds_per_token(generate(model, ids), options.device)
-        static = generate(model, ids, cache_implementation="static")
-        times["transformers_static"] = seconds_per_token(static, options.device)
-        del model, static
+        time_of("transformers", generate(model, ids))
+        time_of("transformers_static", generate(model, ids, cache_implementation="static"))
+        del model
         torch._dynamo.reset()
         gc.collect()
         model = load(int8, options.device)
         print(accelerate(model))
-        ours = model(ids).logits
-        times["ostinato"] = seconds_per_token(generate(model, ids), options.device)
-        static = generate(model, ids, cache_implementation="static")
-        times["ostinato_static"] = seconds_per_token(static, options.device)
-        times["ostinato_graph"] = seconds_per_token(captured(model, ids), options.device)
-    for impl, seconds in times.items():
-        row: dict[str, Any] = {"section": "generate", "case": case, "impl": impl}
-        row |= {"dtype": "int8", "us": round(seconds * 1e6, 1)}
-        if impl.startswith("ostinato"):
-            for peer in ("transformers", "transformers_static"):
-                report.rows.append({**row, "peer": peer, "ratio": round(seconds / times[peer], 4)})
-        else:
-            report.rows.append(row)
-    error, limit = difference(ours, theirs), difference(theirs, in_16_bits)
-    row = {"section": "logits", "case": case, "impl": "ostinato", "peer": "transformers"}
-    report.rows.append({**row, "error": round(error, 5), "limit": round(limit, 5)})
-    print(report.to_json())
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        report.write(options.out)
+        error = difference(model(ids).logits, theirs)
+        limit = difference(theirs, in_16_bits)
+        row = {"section": "logits", "case": case, "impl": "ostinato", "peer": "transformers"}
+        add({**row, "error": round(error, 5), "limit": round(limit, 5)})
+        time_of("ostinato", generate(model, ids))
+        time_of("ostinato_static", generate(model, ids, cache_implementation="static"))
+        time_of("ostinato_graph", captured(model, ids))
     if not error <= limit:
         sys.exit(f"logits: got an error of {error:.4f}, expected at most {limit:.4f}")
     if options.device == "cuda" and times["ostinato_static"] * LEAST > times["transformers"]:

@@ -13,6 +13,7 @@ import torch
 from page_blocks import code_blocks
 
 from ostinato.compat.transformers import NAME
+from ostinato.compat.vllm import version
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/integrations"
@@ -22,12 +23,12 @@ def text_of(page: str) -> str:
     return (PAGES / page).read_text(encoding="utf-8")
 
 
-def run(page: str) -> dict[str, Any]:
-    """Run the blocks of a page one after another, on a CPU, and return what they defined."""
+def run(page: str, device: str = "cpu") -> dict[str, Any]:
+    """Run the blocks of a page one after another, on a device, and return what they defined."""
     names: dict[str, Any] = {"__name__": page}
     for block in code_blocks(f"docs/integrations/{page}"):
-        on_cpu = block.replace("torch.cuda.is_available()", "False")
-        exec(compile(on_cpu, page, "exec"), names)
+        there = block.replace("torch.cuda.is_available()", str(device == "cuda"))
+        exec(compile(there, page, "exec"), names)
     return names
 
 
@@ -69,9 +70,40 @@ def test_the_page_on_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not names["out"].isnan().any()
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(600)  # torch compiles a step of generate
+def test_the_page_on_transformers_runs_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    names = run("transformers.md", "cuda")
+    assert names["out"].is_cuda
+    assert names["out"].shape[1] == names["ids"].shape[1] + 40
+    assert all(len(result.generated_tokens) == 20 for result in names["results"].values())
+    assert "8-bit linear modules: 28" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_the_page_on_torch_compile_runs_on_a_gpu() -> None:
+    names = run("torch-compile.md", "cuda")
+    expected = names["layer"](names["x"], names["residual"])
+    for got, want in zip((names["y"], names["total"]), expected, strict=True):
+        assert got.is_cuda
+        torch.testing.assert_close(got, want)
+
+
+def test_the_page_on_vllm_has_commands_only() -> None:
+    page = text_of("vllm.md")
+    assert code_blocks("docs/integrations/vllm.md") == []
+    assert f"pip install vllm=={version.TESTED}.0{os.linesep}" in page
+    assert (ROOT / "examples/tiny-llama/config.json").exists()
+    assert f"vllm serve examples/tiny-llama{os.linesep}" in page
+
+
 def test_the_page_on_sglang_has_commands_only() -> None:
     page = text_of("sglang.md")
     assert code_blocks("docs/integrations/sglang.md") == []
     wanted = (ROOT / "tests/compat/sglang_requirements.txt").read_text(encoding="utf-8")
-    (version,) = (line for line in wanted.splitlines() if line.startswith("sglang=="))
-    assert f"pip install {version}{os.linesep}" in page
+    (pinned,) = (line for line in wanted.splitlines() if line.startswith("sglang=="))
+    assert f"pip install {pinned}{os.linesep}" in page

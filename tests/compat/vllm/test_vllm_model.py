@@ -6,29 +6,16 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm.config import (
-    CacheConfig,
-    CompilationConfig,
-    DeviceConfig,
-    ModelConfig,
-    VllmConfig,
-    set_current_vllm_config,
-)
-from vllm.forward_context import set_forward_context
-from vllm.model_executor.kernels import linear
-from vllm.model_executor.model_loader import get_model
-from vllm.platforms import PlatformEnum, current_platform
-from vllm.v1.worker.utils import customize_attention_spec
-from vllm_batches import LAYOUTS, cache_of, common_of
+from vllm.compilation.counter import compilation_counter
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm_server import Server, as_on_cuda, compiled_by_pieces
 
 from ostinato.checkpoint import load_model, load_tokenizer
-from ostinato.compat.vllm.attention_metadata import OstinatoMetadataBuilder
-from ostinato.compat.vllm.attention_registry import PATH
 from ostinato.compat.vllm.dense import OstinatoLinearMethod
 from ostinato.compat.vllm.int8_kernel import OstinatoInt8LinearKernel
 from ostinato.engine import Engine, SamplingParams
@@ -37,67 +24,11 @@ FOLDER = Path(__file__).parents[3] / "examples" / "tiny-llama"
 PROMPTS = ["Classes", "A list display is", "If an exception occurs in the try clause"]
 # Tokens that are the same: rounding of an 8-bit cache changes later ones.
 SAME = {"auto": 8, "int8_per_token_head": 4, "fp8_per_token_head": 4}
-CPU = torch.device("cpu")
-
-
-class Server:
-    """vLLM's model with what its runner does: caches, page tables, metadata, greedy tokens."""
-
-    def __init__(
-        self, folder: Path, kv_cache_dtype: str = "auto", quantization: Any = None
-    ) -> None:
-        self.config = VllmConfig(
-            model_config=ModelConfig(
-                str(folder), dtype="bfloat16", quantization=quantization, skip_tokenizer_init=True
-            ),
-            cache_config=CacheConfig(cache_dtype=kv_cache_dtype, block_size=16),
-            device_config=DeviceConfig(device="cpu"),
-            compilation_config=CompilationConfig(mode=0, custom_ops=["none"]),
-        )
-        with set_current_vllm_config(self.config):
-            self.model: Any = get_model(vllm_config=self.config)
-        self.layers = self.config.compilation_config.static_forward_context
-        first: Any = next(iter(self.layers.values()))
-        spec = customize_attention_spec(first.attn_backend, first.get_kv_cache_spec(self.config))
-        for layer in self.layers.values():
-            layer.kv_cache = cache_of(spec, LAYOUTS[0], 40, CPU)
-        self.builder = OstinatoMetadataBuilder(spec, list(self.layers), self.config, CPU)
-        self.table = torch.randperm(40)[:36].view(3, 12).to(torch.int32)
-
-    @torch.inference_mode()
-    def greedy(self, prompts: list[list[int]], steps: int) -> list[list[int]]:
-        """Return the tokens that follow each prompt: all prompts at once, then step by step."""
-        texts, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
-        for _ in range(steps):
-            news = [text[n:] for text, n in zip(texts, done, strict=True)]
-            places = [range(n, len(text)) for text, n in zip(texts, done, strict=True)]
-            common = common_of(
-                [len(new) for new in news], [len(text) for text in texts], self.table
-            )
-            metadata = self.builder.build(0, common)
-            tokens, positions = (torch.tensor([x for xs in s for x in xs]) for s in (news, places))
-            with set_forward_context(
-                dict.fromkeys(self.layers, metadata),
-                self.config,
-                num_tokens=len(tokens),
-                slot_mapping=dict.fromkeys(self.layers, common.slot_mapping),
-            ):
-                hidden = self.model(tokens, positions, None, None)
-            last = common.query_start_loc[1:].long() - 1
-            chosen = self.model.compute_logits(hidden[last]).argmax(1).tolist()
-            done = [len(text) for text in texts]
-            for text, token in zip(texts, chosen, strict=True):
-                text.append(token)
-        return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
 @pytest.fixture
 def _as_on_cuda(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let vLLM's model of a platform without kernels choose ours."""
-    platform, kernels = type(current_platform), linear._POSSIBLE_INT8_KERNELS
-    monkeypatch.setattr(platform, "get_attn_backend_cls", lambda *_, **__: PATH)
-    monkeypatch.setitem(kernels, platform._enum, kernels[PlatformEnum.CUDA])
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    as_on_cuda(monkeypatch.setattr, monkeypatch.setitem)
     yield
     torch.set_default_dtype(torch.float32)
 
@@ -139,3 +70,18 @@ def test_a_16_bit_model_continues_as_our_engine_does(tmp_path: Path) -> None:
     methods = [getattr(m, "quant_method", None) for m in server.model.modules()]
     assert sum(isinstance(method, OstinatoLinearMethod) for method in methods) == 16
     assert server.greedy(prompts, 8) == expected
+
+
+@pytest.mark.usefixtures("_as_on_cuda")
+def test_a_model_that_vllm_compiles_continues_alike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its layers are one graph for any number of tokens, which vLLM cuts at attention alone."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    monkeypatch.setattr(type(current_platform), "opaque_attention_op", classmethod(lambda _: True))
+    prompts, expected = continued(FOLDER, 8)
+    server = Server(FOLDER, compilation=compiled_by_pieces())
+    seen = {"num_graphs_seen": 1, "num_piecewise_capturable_graphs_seen": 5}  # around four layers'
+    with set_current_vllm_config(server.config), compilation_counter.expect(**seen):
+        assert server.greedy(prompts, 8) == expected

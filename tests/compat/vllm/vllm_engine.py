@@ -1,0 +1,199 @@
+"""One engine of vLLM in a process of its own, which does what `run_vllm.py` asks it to.
+
+    python vllm_engine.py FD SPECIFICATION
+
+FD is a connection of `multiprocessing`; SPECIFICATION is JSON: `arguments` of `vllm.LLM`. Answers
+are tuples: what it was, and a dict or list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import zlib
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams, __version__
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+SEEDED = "seeded"  # the load format of random weights that do not depend on the plug-in
+
+
+@register_model_loader(SEEDED)
+class SeededLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
+    """Random weights by the names of parameters, before a kernel changes their layout."""
+
+    def download_model(self, model_config: Any) -> None:
+        """Do nothing: there is no file."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Fill all parameters: weights have a standard deviation of 0.02, scales are constant."""
+        for name, parameter in model.named_parameters():
+            x = parameter.data
+            generator = torch.Generator(x.device).manual_seed(zlib.crc32(name.encode()))
+            if x.dtype == torch.int8:
+                x.random_(-127, 128, generator=generator)
+            elif name.endswith("weight_scale"):
+                x.fill_(0.02 / 73.3)  # 73.3 is the deviation of such codes
+            elif "norm" in name:
+                x.fill_(1)
+            else:
+                x.normal_(0, 0.02, generator=generator)
+
+
+class Served:
+    """The engine, and how often it replays graphs.
+
+    Args:
+        arguments: of `vllm.LLM`.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.replays = 0
+        replay = torch.cuda.CUDAGraph.replay
+
+        def counted(graph: torch.cuda.CUDAGraph) -> None:
+            self.replays += 1
+            replay(graph)
+
+        setattr(torch.cuda.CUDAGraph, "replay", counted)  # noqa: B010
+        start = time.perf_counter()
+        self.llm: Any = LLM(**arguments)
+        self.seconds = time.perf_counter() - start
+
+    def ready(self) -> dict[str, Any]:
+        """Return what vLLM has chosen."""
+        config = self.llm.llm_engine.vllm_config
+        compilation = config.compilation_config
+        return {
+            "vllm": __version__,
+            "seconds": round(self.seconds, 1),
+            "mode": str(compilation.mode),
+            "cudagraph_mode": str(compilation.cudagraph_mode),
+            "sizes": str(compilation.cudagraph_capture_sizes),
+            "backend": str(config.attention_config.backend),
+            "v2_runner": config.use_v2_model_runner,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+        }
+
+    def step(
+        self, batch: int, prompt: int, counts: tuple[int, int], vocab: int, *, same: bool
+    ) -> dict[str, Any]:
+        """Time texts of two lengths, and return the seconds of both and replays a step.
+
+        Args:
+            batch: of random prompts.
+            prompt: tokens of each.
+            counts: of new tokens.
+            vocab: from which tokens are drawn.
+            same: whether all calls have the same prompts, which vLLM then has in its cache.
+        """
+        seconds, replays = [], []
+        draw = random.Random(batch if same else time.perf_counter_ns())
+        prompts = [
+            {"prompt_token_ids": [draw.randrange(vocab) for _ in range(prompt)]}
+            for _ in range(batch)
+        ]
+        for count in counts:
+            params = SamplingParams(
+                temperature=0, max_tokens=count, ignore_eos=True, detokenize=False
+            )
+            torch.cuda.synchronize()
+            before, start = self.replays, time.perf_counter()
+            done = self.llm.generate(prompts, params, use_tqdm=False)
+            seconds.append(time.perf_counter() - start)
+            replays.append(self.replays - before)
+            lens = {len(output.outputs[0].token_ids) for output in done}
+            if lens != {count}:
+                raise RuntimeError(f"got texts of {lens} tokens, expected {count}")
+        steps = counts[1] - counts[0]
+        return {"seconds": seconds, "replays": (replays[1] - replays[0]) / steps}
+
+    def texts(
+        self, prompts: list[list[int]], count: int, groups: int, forced: list[list[int]] | None
+    ) -> list[dict[str, Any]]:
+        """Continue prompts greedily, `groups` at a time, and return tokens and log probabilities.
+
+        Args:
+            prompts: tokens of each.
+            count: of new tokens.
+            groups: how many prompts are in the engine at a time.
+            forced: what vLLM goes on with instead of its own choice, though it says that too.
+
+        Returns:
+            Of each prompt `tokens`, their `logprobs`, and `best`: whether each is the likeliest.
+        """
+        found = []
+        for first in range(0, len(prompts), groups):
+            part = prompts[first : first + groups]
+            params = [
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=count,
+                    ignore_eos=True,
+                    detokenize=False,
+                    logprobs=1,
+                    trace_decode_token_ids=None if forced is None else forced[first + i],
+                )
+                for i in range(len(part))
+            ]
+            given = [{"prompt_token_ids": prompt} for prompt in part]
+            for output in self.llm.generate(given, params, use_tqdm=False):
+                (text,) = output.outputs
+                tokens = list(text.token_ids)
+                said = [at[token] for at, token in zip(text.logprobs, tokens, strict=True)]
+                found.append(
+                    {
+                        "tokens": tokens,
+                        "logprobs": [x.logprob for x in said],
+                        "best": [x.rank == 1 for x in said],
+                    }
+                )
+        return found
+
+    def kernels(self, batch: int, prompt: int, vocab: int) -> list[dict[str, Any]]:
+        """Return GPU kernels of a decode step, and microseconds in all of their launches.
+
+        A kernel that is launched before its predecessor has ended counts what it waits, too.
+        """
+        from torch.profiler import ProfilerActivity, profile
+
+        found: dict[str, list[float]] = {}
+        for count, sign in ((8, -1), (24, 1)):  # what prompts launch cancels out
+            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+                self.step(batch, prompt, (count, count + 1), vocab, same=True)
+            for event in profiled.events():
+                if str(event.device_type).endswith("CUDA"):
+                    entry = found.setdefault(event.name, [0.0, 0.0])
+                    entry[0] += sign / 32  # two texts of 16 tokens more
+                    entry[1] += sign * event.device_time / 32
+        longest = sorted(found.items(), key=lambda item: -item[1][1])[:16]
+        return [
+            {"name": name[:100], "launches": round(n, 1), "us": round(us, 1)}
+            for name, (n, us) in longest
+        ]
+
+
+def main() -> None:
+    """Answer until the other end closes the connection."""
+    with Connection(int(sys.argv[1])) as connection:
+        served = Served(json.loads(sys.argv[2])["arguments"])
+        connection.send(("ready", served.ready()))
+        while True:
+            try:
+                name, arguments = connection.recv()
+            except EOFError:
+                break
+            connection.send((name, getattr(served, name)(**arguments)))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's own end takes seconds, and its memory goes with the process
+
+
+if __name__ == "__main__":
+    main()
