@@ -6,6 +6,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,7 +26,10 @@ def text_of(page: str) -> str:
 
 def run(page: str, device: str = "cpu") -> dict[str, Any]:
     """Run the blocks of a page one after another, on a device, and return what they defined."""
-    names: dict[str, Any] = {"__name__": page}
+    # torch.compile imports the module of a function that it traces.
+    module = ModuleType("page_" + page.removesuffix(".md").replace("-", "_"))
+    sys.modules[module.__name__] = module
+    names = vars(module)
     for block in code_blocks(f"docs/integrations/{page}"):
         there = block.replace("torch.cuda.is_available()", str(device == "cuda"))
         exec(compile(there, page, "exec"), names)

@@ -124,10 +124,11 @@ def argmax_parts(x: torch.Tensor, n: int, w: torch.Tensor, batch_invariant: bool
     """Return in how many parts the best of a row of n logits come, for x [m, k] on a Hopper GPU.
 
     w is as of `w8a8_gemm` or `dense_gemm`, logits are fp32; 0 where the kernel that is chosen does
-    not look for them. Products of 16 bits are batch invariant anyway.
+    not look for them. Products of 16 bits are batch invariant anyway. A function that torch.compile
+    traces has 0, too: it would need the number for every m at once.
     """
     (m, k), device = x.shape, x.get_device()
-    if m == 0 or n == 0:
+    if torch.compiler.is_compiling() or m == 0 or n == 0:
         return 0
     # One that does not lie as it can be read is packed for the call.
     dtype, packed = KERNEL_NAMES[w.dtype], w.dim() == 4 or not is_aligned(w)

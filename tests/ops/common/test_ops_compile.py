@@ -17,7 +17,9 @@ from ostinato.jit import targets
 from ostinato.ops.collective.communicator import Communicator, local_communicators
 from ostinato.ops.collective.peers import local_peers
 from ostinato.ops.common.device import runs
+from ostinato.ops.linear import w8a8_gemm
 from ostinato.ops.linear.gemm_variants import GemmTiled
+from ostinato.ops.linear.tile_table import H200_SMS
 from ostinato.ops.moe.plan import MoePlan
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -130,8 +132,13 @@ def cache(t: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 INT8 = torch.int8
-# What `append_kv` and `process_logits` write besides their results.
-WRITTEN = ("k_cache", "v_cache", "history")
+# What `append_kv`, `process_logits` and `softcap` write besides their results, or in place.
+WRITTEN = ("k_cache", "v_cache", "history", "logits")
+
+
+def e4m3(t: torch.Tensor) -> torch.Tensor:
+    """Return small integers in FP8: Triton turns no integers into it directly."""
+    return t.float().to(E4M3)
 
 
 def plan(t: Tensors) -> MoePlan:
@@ -167,7 +174,7 @@ CALLS: dict[str, Callable[[Tensors], Any]] = {
     ),
     "embed": lambda t: ops.embed(t["tokens"], t["table"]),
     "fp8_block_linear": lambda t: ops.fp8_block_linear(
-        *(t["x8"].to(E4M3), t["w8"].to(E4M3), t["group_scale"], t["block_scale"]),
+        *(e4m3(t["x8"]), e4m3(t["w8"]), t["group_scale"], t["block_scale"]),
         batch_invariant=True,
     ),
     "layer_norm": lambda t: ops.layer_norm(*norm(t), bias=t["norm_bias"], residual=t["residual"]),
@@ -292,6 +299,19 @@ def test_what_a_gpu_runs_is_a_constant_of_a_graph(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(targets, "_driver_capability", lambda device: (9, 0))
     compiled = torch.compile(lambda x: x + runs(GemmTiled, 77), backend="eager", fullgraph=True)
     assert compiled(torch.zeros(1)).item() == 1
+
+
+def test_a_traced_product_leaves_the_best_to_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w8a8_gemm, "gpu", lambda device: ("", H200_SMS))
+    x, w = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (64, 32000))
+    assert w8a8_gemm.argmax_parts(x, 32000, w, True) > 0
+    traced = torch.compile(
+        lambda x: x[0, 0] + w8a8_gemm.argmax_parts(x, 32000, w, True),
+        backend="eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    assert traced(x).item() == 0
 
 
 def test_all_ops_trace_into_one_graph(device: torch.device) -> None:
