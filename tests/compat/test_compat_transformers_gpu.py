@@ -69,6 +69,18 @@ def test_logits_are_within_the_quantization_error(scheme: str, tmp_path: Path) -
     assert (got - want).norm() <= (want - exact).norm()
 
 
+def check_likely(model: Any, prompt: list[int], tokens: list[int]) -> None:
+    """Demand that each token is the model's choice, or nearly as likely, after those before it.
+
+    A graph, or another batch, rounds elsewhere, and may choose another of two that are close.
+    """
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *tokens]], device="cuda")
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].double()
+    chosen = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+    assert (logits.amax(1) - chosen <= 0.1 * logits.std(1)).all()
+
+
 def test_a_static_cache_is_compiled_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,12 +88,7 @@ def test_a_static_cache_is_compiled_and_replayed(
     ours, _ = accelerated(tmp_path, "int8")
     expected = generated(ours, cache_implementation="static")
     assert generated(ours, cache_implementation="static") == expected
-    with torch.no_grad():
-        ids = torch.tensor([[*PROMPT, *expected]], device="cuda")
-        logits = ours(ids).logits[0, len(PROMPT) - 1 : -1].double()
-    # What torch compiles rounds elsewhere, and may choose another of two that are close.
-    chosen = logits.gather(1, torch.tensor(expected, device="cuda")[:, None])[:, 0]
-    assert (logits.amax(1) - chosen <= 0.1 * logits.std(1)).all()
+    check_likely(ours, PROMPT, expected)
     weights = {
         tensor.data_ptr()
         for module in ours.modules()
@@ -112,6 +119,7 @@ def test_batches_are_those_of_single_sequences(tmp_path: Path) -> None:
     )
     outputs = list(results.values())
     assert [output.error for output in outputs] == [None] * 3
-    assert outputs[0].generated_tokens[:8] == generated(ours)[:8]
-    assert all(len(output.generated_tokens) == NEW for output in outputs)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output.generated_tokens) == NEW
+        check_likely(ours, prompt, output.generated_tokens)
     assert ours.config._attn_implementation == "ostinato"
