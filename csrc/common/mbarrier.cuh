@@ -39,6 +39,11 @@ __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t rank) {
       : "memory");
 }
 
+// The same by the barrier's address in the cluster (cluster.cuh: remote_address).
+__device__ __forceinline__ void arrive_remote(uint32_t address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+
 __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),

@@ -108,6 +108,12 @@ def scores(
     return torch.cat(losses), torch.cat(divergences)
 
 
+def expected_rise(exact: float, divergences: torch.Tensor) -> tuple[float, float]:
+    """Return by how much of `exact` nats a token they rise, and the standard error of that."""
+    error = float(divergences.std()) / len(divergences) ** 0.5
+    return float(divergences.mean()) / exact, error / exact
+
+
 def nats(model: Decoder, tokens: Sequence[int], cache_format: KVFormat) -> float:
     """Return the mean of -log p of each token after the first."""
     of = states(model, tokens, cache_format)
@@ -164,10 +170,11 @@ def measure(
             stored = kv_format(model.config, static[name], name, scales)
             losses, more = scores(model, piece, states(model, piece, stored), of_exact)
             got = float(losses.mean())
+            rise, error = expected_rise(exact, more)
             yield NatsRow(
                 *(case, str(stored), round(got, 5), round(got / exact - 1, 6)),
-                expected_rise=round(float(more.mean()) / exact, 6),
-                standard_error=round(float(more.std()) / len(more) ** 0.5 / exact, 6),
+                expected_rise=round(rise, 6),
+                standard_error=round(error, 6),
             )
 
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from measure_kv_cache import scores, states
+from measure_kv_cache import expected_rise, scores, states
 from real_models import RealModel, Record, topics_text
 from transformers import AutoTokenizer
 
@@ -54,8 +54,7 @@ def test_8_bit_caches_cost_few_nats(
     before = float(scores(model, tokens, exact, exact)[0].mean())
     losses, more = scores(model, tokens, states(model, tokens, stored), exact)
     assert 0.5 < before < math.log(1000), "the model knows the language"
-    rise = float(more.mean()) / before
-    error = float(more.std()) / len(more) ** 0.5 / before
+    rise, error = expected_rise(before, more)
     record(
         device,
         real,

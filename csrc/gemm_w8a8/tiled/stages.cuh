@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/cluster.cuh"
+#include "common/mbarrier.cuh"
 #include "common/ring.cuh"
 #include "tile_scheduler.cuh"
 #include "wgmma.cuh"
@@ -99,11 +100,6 @@ class Stages {
   uint32_t empty_ = 0;
 
  private:
-  // Arrives at a barrier by its address in the cluster.
-  static __device__ __forceinline__ void arrive_remote(uint32_t address) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
-  }
-
   template <class AnyOperand>
   static __device__ __forceinline__ AnyOperand operand(uint32_t address) {
     return kBlockScales ? AnyOperand::uniform(address) : AnyOperand(address);

@@ -34,8 +34,8 @@ def floor(case: Case, precision: str, device: torch.device) -> float | None:
     roofline = roofline_of(device)
     if roofline is None:
         return None
-    multiplying = case.flops / roofline.flop_s[2 if precision == "bf16" else 1]
-    return max(num_bytes(case, precision) / roofline.bytes_s, multiplying)
+    width = 2 if precision == "bf16" else 1
+    return roofline.seconds(num_bytes(case, precision), case.flops, width)
 
 
 def _inputs(case: Case, precision: Any, device: torch.device) -> Any:

@@ -26,6 +26,10 @@ class Roofline:
     bytes_s: float
     flop_s: Mapping[int, float]
 
+    def seconds(self, num_bytes: float, flops: float, width: int) -> float:
+        """Return the longer of reading and multiplying, with operands of so many bytes."""
+        return max(num_bytes / self.bytes_s, flops / self.flop_s[width])
+
 
 # Reading: the most that was measured (docs/notebooks/decode_step.md, docs/results/h100/gemm.json).
 # Tensor cores: NVIDIA's data sheets, without sparsity.
@@ -87,8 +91,7 @@ def kernel_rooflines(
         kernels[grouped.name] = (count + 1, _grouped(grouped.experts, config, batch, roofline))
     num_bytes = kv_bytes(model.config, batch, context, cache_format) / layers
     flops = attention_flops(model.config, batch, context) / layers
-    seconds = max(num_bytes / roofline.bytes_s, flops / roofline.flop_s[2])
-    kernels[ATTENTION] = (layers, RooflineTime(seconds, num_bytes))
+    kernels[ATTENTION] = (layers, RooflineTime(roofline.seconds(num_bytes, flops, 2), num_bytes))
     return kernels
 
 
@@ -115,5 +118,4 @@ def _grouped(
 def _time(weights: float, products: int, width: int, roofline: Roofline) -> RooflineTime:
     num_bytes = weights * width
     # fp32 weights multiply as two bf16 numbers at best; no model here has them on a GPU.
-    flop_s = roofline.flop_s[min(width, 2)]
-    return RooflineTime(max(num_bytes / roofline.bytes_s, 2 * products / flop_s), num_bytes)
+    return RooflineTime(roofline.seconds(num_bytes, 2 * products, min(width, 2)), num_bytes)
