@@ -34,7 +34,9 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         "Results are checked first: ours to the bit. `torchrun` starts a process for each GPU.",
     )
     parser.add_argument(
-        "--m",
+        # torchrun takes --m for an abbreviation of its own options, wherever it stands.
+        *("--rows", "--m"),
+        dest="m",
         type=int,
         nargs="+",
         default=list(_ROWS),
@@ -93,7 +95,7 @@ def _cases(args: argparse.Namespace, size: int) -> list[Case]:
     try:
         return cases(size, args.m, args.hidden, args.form)
     except ValueError as error:
-        raise UserError(f"--m, --hidden: {error}") from error
+        raise UserError(f"--rows, --hidden: {error}") from error
 
 
 def _measure(args: argparse.Namespace, chosen: list[Case], device: torch.device) -> int:

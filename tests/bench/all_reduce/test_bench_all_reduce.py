@@ -102,4 +102,4 @@ def test_ranks_without_gpus_are_refused(
     assert main(["bench", "all-reduce", "--m", "1", "--device", "cuda"]) == 2
     assert "--device: got 'cuda:1', but torch finds" in capsys.readouterr().err
     assert main(["bench", "all-reduce", "--m", "0"]) == 2
-    assert "--m, --hidden: case: got" in capsys.readouterr().err
+    assert "--rows, --hidden: case: got" in capsys.readouterr().err

@@ -97,8 +97,8 @@ faults() {
 }
 
 all_reduce() {
-  local sizes="--m 1 4 16 64 256 1024 2048 8192"
-  [ "$CPU" = 1 ] && sizes="--m 1 3 --hidden 64"
+  local sizes="--rows 1 4 16 64 256 1024 2048 8192"
+  [ "$CPU" = 1 ] && sizes="--rows 1 3 --hidden 64"
   # shellcheck disable=SC2046,SC2086
   LINES_OF=80 timed all_reduce 110 $(ranks -m ostinato bench all-reduce) $sizes $DEV \
     --json "$OUT/all_reduce.json"
