@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -107,17 +108,14 @@ def kernels(ranks: int) -> None:
             return W8A8Linear(codes, torch.empty(shape[0]), out, batch_invariant=True)
 
     need: set[Variant] = set()
-    # A rank of several, and one alone: the shares of both of replays' twins are the same.
-    for size, layers in ((ranks, 1),):
-        config = read_config({**SHAPES[SHAPE], "num_hidden_layers": layers})
-        family = family_of(config)
-        rank = local_communicators(size)[0]
-        loader = Hollow(torch.device("cpu"), "int8", "bf16", True, rank)
-        layout = family.layout(config).shard(0, size)
-        model = family.load(
-            config.of_rank(size), layout, loader, max_context=1024, batch_invariant=True
-        )
-        need |= set(model.kernels())
+    config = read_config({**SHAPES[SHAPE], "num_hidden_layers": 1})
+    family = family_of(config)
+    loader = Hollow(torch.device("cpu"), "int8", "bf16", True, local_communicators(ranks)[0])
+    layout = family.layout(config).shard(0, ranks)
+    model = family.load(
+        config.of_rank(ranks), layout, loader, max_context=1024, batch_invariant=True
+    )
+    need |= set(model.kernels())
     # Of the tests of ranks, and of `bench all-reduce`.
     tiny = Path(__file__).parents[3] / "examples/tiny-llama"
     for size in (1, 2):
@@ -228,8 +226,6 @@ def replay(ranks: Ranks, model: Decoder, length: int, times: int) -> None:
 
 def twin_logits(size: int, model: Decoder, tokens: list[int]) -> list[torch.Tensor]:
     """Return the logits of ranks that are threads of this process, and share its device."""
-    from dataclasses import replace
-
     import torch
     from rank_models import launch_together, rank_logits
 
@@ -238,7 +234,6 @@ def twin_logits(size: int, model: Decoder, tokens: list[int]) -> list[torch.Tens
     from ostinato.ops.collective.communicator import local_communicators, run_ranks
     from ostinato.ops.collective.peers import local_peers
 
-    del replace
     config = read_config({**SHAPES[SHAPE], "num_hidden_layers": 2})
     if CPU:
         made = local_communicators(size, timeout_s=120)
@@ -342,7 +337,8 @@ def keep_faults(ranks: int, reports: list[dict[str, Any]], wrong: list[str]) -> 
 
 def vllm(ranks: int) -> None:
     """Start vLLM on so many GPUs, wait for our parts to end, and time a step."""
-    # Its processes see its own packages, and not ours.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # and end vLLM's processes
+    # They see its own packages, and not ours.
     os.environ["PYTHONPATH"] = os.environ["THEIRS"]
     from vllm_process import Engines, Variant
 

@@ -86,12 +86,14 @@ tests() {
 }
 
 replays() {
+  rm -f "$W/replays.rows"
   # shellcheck disable=SC2046
   timed replays 90 $(ranks "$HERE/run.py" replays)
   join
 }
 
 faults() {
+  rm -f "$W/faults.rows"
   LINES_OF=15 timed faults 120 "$PY" "$HERE/run.py" faults "$RANKS"
   join
 }
@@ -113,7 +115,7 @@ engine() {
 
 vllm=
 if has vllm; then
-  rm -f "$W/go"
+  rm -rf "$W/go" "$W/vllm" "$W/vllm.rows"
   say "vllm starts"
   PYTHONPATH=$OURS THEIRS=$THEIRS timeout -k 5 420 "$PY" "$HERE/run.py" vllm "$RANKS" \
     >"$W/vllm.log" 2>&1 &
