@@ -134,6 +134,7 @@ class Engine:
             page_size=sizes.page_size,
             device=device,
             l2_partitioned=l2_partitioned,
+            one_order=self._calls.compares,
             kv_format=sizes.kv_format,
         )
         max_batch = sizes.max_batch

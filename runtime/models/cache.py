@@ -44,6 +44,7 @@ class PagedKVCache:
         l2_partitioned: on a Hopper GPU, put pages where it is known which L2 partition holds them,
             if their sizes allow it, and each sequence's into one partition
             (docs/notebooks/l2_partition.md).
+        one_order: as of `PagePool`, for ranks, which must find the same prefixes.
         scales: of 8 bits: "static" or "token"; see `KVFormat`. None otherwise.
         k_scale: static factors of keys, [num_layers] or [num_layers, num_kv_heads] fp32, finite and
             above 0; 1 by default.
@@ -71,6 +72,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         l2_partitioned: bool = True,
+        one_order: bool = False,
         scales: ScaleKind | None = None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
@@ -93,7 +95,8 @@ class PagedKVCache:
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
         self._memory = KVStorage(shape, self.format, device, l2_partitioned=l2_partitioned)
         if self.l2_partition is not None:
-            self._pool = PagePool(num_pages, self.l2_partition.partition_of_page)
+            partition_of = self.l2_partition.partition_of_page
+            self._pool = PagePool(num_pages, partition_of, one_order=one_order)
 
     @staticmethod
     def for_model(
@@ -103,6 +106,7 @@ class PagedKVCache:
         page_size: int,
         device: torch.device | str,
         l2_partitioned: bool = True,
+        one_order: bool = False,
         kv_format: KVFormat | None = None,
     ) -> PagedKVCache:
         """Return a cache of `num_pages` pages that fits the model, by default in its dtype."""
@@ -116,6 +120,7 @@ class PagedKVCache:
             dtype=kv_format.dtype,
             device=device,
             l2_partitioned=l2_partitioned,
+            one_order=one_order,
             scales=kv_format.scales,
             k_scale=kv_format.k_scale,
             v_scale=kv_format.v_scale,

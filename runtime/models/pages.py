@@ -20,17 +20,25 @@ class PagePool:
     Page 0 is the dummy page that padding rows point at; it is never handed out. A page is *used*
     (one reference per sequence that holds it), *free*, or *kept*: unused, but its tokens are
     known, so a later sequence with the same prefix may take it back. Kept pages count as free
-    and are given up least recently used first, in each L2 partition.
+    and are given up least recently used first, in each L2 partition or in all of them.
 
     Args:
         num_pages: the dummy page included.
         partition_of: the L2 partition, 0 or 1, that holds a page; by default they are alike.
+        one_order: a page is given up only where none is free, and the least recently used of both
+            partitions. So pools whose pages lie elsewhere keep the same tokens.
 
     Attributes:
         evictions: kept pages that were given up so far.
     """
 
-    def __init__(self, num_pages: int, partition_of: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        partition_of: Callable[[int], int] | None = None,
+        *,
+        one_order: bool = False,
+    ) -> None:
         if num_pages < 2:
             raise ValueError(
                 f"num_pages: got {num_pages}, expected at least 2 (page 0 is the dummy page)"
@@ -39,7 +47,8 @@ class PagePool:
         self.evictions = 0
         self._references = [0] * num_pages
         self._partition_of = partition_of
-        # By partitions.
+        self._one_order = one_order
+        # By partitions; kept pages of one order are all in the first.
         self._free: tuple[list[int], list[int]] = ([], [])
         self._kept: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
         for page in range(num_pages - 1, DUMMY_PAGE, -1):
@@ -70,6 +79,9 @@ class PagePool:
             raise OutOfPagesError(
                 f"KV cache: {count} pages needed, {self.available} of {self.num_pages - 1} free"
             )
+        while self._one_order and sum(map(len, self._free)) < count:
+            page = self._evict(0)
+            self._free[self._partition(page)].append(page)
         left = [len(free) + len(kept) for free, kept in zip(self._free, self._kept, strict=True)]
         partition = int(left[1] > left[0]) if like is None else self._partition(like)
         pages = []
@@ -86,7 +98,7 @@ class PagePool:
         """Add a reference to each page, taking kept ones back into use."""
         for page in pages:
             self._references[page] += 1
-            self._kept[self._partition(page)].pop(page, None)
+            self._kept_like(page).pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop a reference to each page."""
@@ -95,7 +107,7 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 if page in self._digest_of:
-                    self._kept[self._partition(page)][page] = None
+                    self._kept_like(page)[page] = None
                 else:
                     self._free[self._partition(page)].append(page)
 
@@ -125,8 +137,15 @@ class PagePool:
         """Take a free page of a partition, or else a kept one; None where there is neither."""
         if self._free[partition]:
             return self._free[partition].pop()
-        if not self._kept[partition]:
+        if self._one_order or not self._kept[partition]:
             return None
+        return self._evict(partition)
+
+    def _kept_like(self, page: int) -> OrderedDict[int, None]:
+        return self._kept[0 if self._one_order else self._partition(page)]
+
+    def _evict(self, partition: int) -> int:
+        """Give up the kept page that was used least recently."""
         page, _ = self._kept[partition].popitem(last=False)
         del self._page_of[self._digest_of.pop(page)]
         self.evictions += 1

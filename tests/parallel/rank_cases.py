@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -20,6 +21,9 @@ from torch import distributed
 import ostinato.server  # noqa: F401  # once, before the forks
 from ostinato.engine import Engine, SamplingParams, StructuredOutput
 from ostinato.graphs.errors import RankError
+from ostinato.models import cache
+from ostinato.models.kv_storage import KVStorage
+from ostinato.ops.attention.l2_partition import L2Partition
 from ostinato.parallel import Ranks, start_ranks
 from ostinato.parallel.channel import Channel
 from tiny import KV_CACHES, byte_tokenizer, tiny_llama
@@ -190,11 +194,11 @@ def run_command(case: dict[str, Any], report: Path) -> int:
 
 def make_engine(ranks: Ranks | None, fault: Fault, **options: Any) -> Engine:
     fault("load")
-    scheme, cache = options.pop("scheme", "plain"), options.pop("cache", "model")
-    model = tiny_llama(fault.device, scheme, cache=cache)
+    scheme, stored = options.pop("scheme", "plain"), options.pop("cache", "model")
+    model = tiny_llama(fault.device, scheme, cache=stored)
     fault("engine")
     communicator = None if ranks is None else ranks.connect(fault.device)
-    options = {"max_batch": 3, "page_size": 4, "prefill_chunk": 8, **KV_CACHES[cache], **options}
+    options = {"max_batch": 3, "page_size": 4, "prefill_chunk": 8, **KV_CACHES[stored], **options}
     decoder: Any = CommunicatingModel(model, communicator, fault)
     engine = Engine(decoder, TOKENIZER, ranks=ranks, **options)
     launched = engine._calls.launched
@@ -411,10 +415,37 @@ def different_tokens(case: dict[str, Any], ranks: Ranks, fault: Fault, tell: Tel
         tell(request=event.request_id, token=event.token_id)
 
 
+class PartitionedKV(KVStorage):
+    """Storage whose pages lie in other L2 partitions on each rank's GPU."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.l2_partition = L2Partition((0, 1), 1 + int(os.environ["RANK"]), 1)
+
+
+def other_partitions(case: dict[str, Any], ranks: Ranks, fault: Fault, tell: Tell) -> None:
+    """Find prefixes again and again in caches that are too small for all."""
+    cache.KVStorage = PartitionedKV  # type: ignore[misc]  # of this fork
+    engine = make_engine(ranks, fault, num_pages=30)
+    assert engine.cache.l2_partition is not None
+    if not ranks.leads:
+        engine.follow()
+        return
+    engine.capture([1, 3], progress=False, verify=False)
+    draw = random.Random(2)
+    for _ in range(20):
+        prompts = [draw.choice("abcdefgh") * draw.randrange(5, 30) for _ in range(3)]
+        for done in engine.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True)):
+            tell(tokens=done.token_ids)
+    tell(evictions=engine.cache.evictions, shared=engine.cache.shared_tokens)
+    engine.close()
+
+
 SCENARIOS = {
     "serve": serve,
     "everything": use_everything,
     "pages": fewer_pages,
     "options": different_options,
     "tokens": different_tokens,
+    "partitions": other_partitions,
 }

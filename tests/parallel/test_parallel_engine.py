@@ -16,6 +16,7 @@ SKIPPED = [] if LONG else ["structured"]
 OTHERS = {
     "pages": {"scenario": "pages", "size": 2},
     "options": {"scenario": "options", "size": 2},
+    "partitions": {"scenario": "partitions", "size": 3},
     "odd follower": {"scenario": "tokens", "size": 3, "odd": 1},
     "odd rank 0": {"scenario": "tokens", "size": 3, "odd": 0},
     "odd of two": {"scenario": "tokens", "size": 2, "odd": 1},
@@ -62,6 +63,13 @@ def test_other_arguments_on_one_rank_are_refused_by_all(reports: Any) -> None:
         (said,) = rank["told"]
         assert said["error"] == "ValueError"
         assert said["message"] == "max_batch: got 4 on rank 1, expected 3 as on rank 0"
+
+
+def test_where_pages_lie_is_no_matter_of_what_is_found(reports: Any) -> None:
+    *_, counts, ended = told(reports["partitions"])
+    assert ended == {"ended": True}
+    assert counts["evictions"] > 20
+    assert counts["shared"] > 100
 
 
 @pytest.mark.parametrize("name", ["odd follower", "odd rank 0", "odd of two"])

@@ -189,6 +189,35 @@ def test_a_partition_gives_up_its_own_prefixes_first() -> None:
     assert not kept & set(taken)
 
 
+@given(
+    texts=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), max_size=30),
+    held=st.integers(1, 3),
+)
+def test_pools_of_one_order_keep_the_same_prefixes(texts: list[tuple[int, int]], held: int) -> None:
+    """Where pages lie is another matter on each rank's GPU; what is found must not be."""
+    pools = [
+        PagePool(20, partition_of, one_order=True)
+        for partition_of in (_partition, lambda page: page >> 1 & 1, lambda page: 0)
+    ]
+    pools.append(PagePool(20))  # of a GPU whose partitions are not known
+    sequences: list[list[list[int]]] = [[] for _ in pools]
+    for kind, count in texts:
+        tokens = [kind] * count
+        found = set()
+        for pool, own in zip(pools, sequences, strict=True):
+            if len(own) == held:
+                pool.release(own.pop(0))
+            pages = pool.match(tokens, 1)
+            found.add((len(pages), pool.available, pool.evictions))
+            pool.share(pages)
+            if count - len(pages) <= pool.available:
+                pages = pages + pool.take(count - len(pages), like=pages[0] if pages else None)
+                assert len(set(pages)) == count
+                pool.publish(pages, tokens, 1)
+            own.append(pages)
+        assert len(found) == 1
+
+
 def test_caches_on_the_cpu_can_be_copied() -> None:
     cache = PagedKVCache(
         num_layers=1,
