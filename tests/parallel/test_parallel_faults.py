@@ -17,6 +17,7 @@ KINDS = ("kill", "stop", "value", "runtime", "memory", "exit")
 HANGS = ("serving",)  # places in which a rank may also hang, though its threads live
 RAISED = {"value": "ValueError", "runtime": "RuntimeError", "memory": "OutOfMemoryError"}
 TIMEOUT_S = 16.0
+GPU_TIMEOUT_S = 24.0  # half of it is enough for many processes to take their GPUs at once
 
 
 def random_fault(
@@ -35,7 +36,7 @@ def random_fault(
         "scenario": "serve",
         "device": device,
         "size": size,
-        "timeout_s": TIMEOUT_S,
+        "timeout_s": TIMEOUT_S if device == "cpu" else GPU_TIMEOUT_S,
         "keeper": generator.random() < 0.5,
         "fault": {"rank": rank, "place": place, "count": count, "kind": kind},
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_forks import LONGEST_S, run_cases
-from test_parallel_faults import SHORT, TIMEOUT_S, problems
+from test_parallel_faults import GPU_TIMEOUT_S, SHORT, problems
 
 from server_process import TINY_LLAMA, free_port
 
@@ -107,7 +107,7 @@ def test_a_killed_rank_is_named_by_the_other(tmp_path: Path) -> None:
 def test_what_happens_to_one_gpus_rank_is_named_by_the_other() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    common = {"scenario": "serve", "device": "cuda", "timeout_s": TIMEOUT_S}
+    common = {"scenario": "serve", "device": "cuda", "timeout_s": GPU_TIMEOUT_S}
     faults = [
         {"rank": rank, "place": place, "count": count, "kind": kind}
         for place, count, rank, kind in SHORT

@@ -31,7 +31,6 @@
 # TP_CPU=1 tries it on a CPU with tiny shapes over gloo; V is of no use there.
 set -u
 HERE=$(cd "$(dirname "$0")" && pwd)
-ROOT=$(cd "$HERE/../../.." && pwd)
 OUT=${OUT:?}
 V=${V:-/tmp/V}
 PY=${PY:-python3}
@@ -44,7 +43,7 @@ mkdir -p "$OUT" "$W"
 PARTS=${*:-build tests replays faults all_reduce engine vllm}
 CPU=${TP_CPU:-0}
 RANKS=${RANKS:-$($PY "$HERE/run.py" count)}
-OURS=$ROOT/tests:$ROOT/tests/parallel:$ROOT/tests/compat/vllm:$HERE:${HF:+$HF:}${PYTHONPATH:-}
+OURS=${HF:+$HF:}${PYTHONPATH:-}
 THEIRS=$V/vllm_0.33.0:$V/deps:$V/stubs:$HERE:${PYTHONPATH:-}
 DEV=
 [ "$CPU" = 1 ] && DEV="--device cpu"
