@@ -54,7 +54,7 @@ __device__ __forceinline__ void run_mainloop(SharedStorage& shared, Mainloop& ma
     }
     const int stage = position.slot;
     if constexpr (kChainPerCta) {
-      run_serial_chain<kSeveral>(shared, mainloop, mask, position, tile);
+      run_serial_chain<kSeveral>(shared, mainloop, mask, position, tile, token_scales);
     } else {
       wait(&shared.keys_arrived.full[stage][team], position.parity);
       OSTINATO_DELAY(decode_keys_load, warp == 1);
