@@ -1,6 +1,6 @@
-// The rows of each expert, from the ids of all slots, by a CTA: counted in shared memory, then
-// listed in the order of slots. Counts are integers: the order in which they are added is none of
-// the result's.
+// The rows of each expert, from the ids of many slots, by a CTA of each: counted in shared memory,
+// then listed in the order of slots. Counts are integers: the order in which they are added is none
+// of the result's.
 #pragma once
 
 #include <cstdint>
@@ -9,35 +9,42 @@
 
 namespace ostinato::route {
 
-// Shared memory of a plan, behind what the selection needs: an element of each expert and one more,
-// for slots without an expert.
+// Writes the tiles of an expert's rows, from `first` to `stop`, as the list's from `tile` on: those
+// of every `step`-th thread.
+__device__ __forceinline__ void store_tiles(const MoeRouteParams& params, int expert, int first,
+                                            int stop, int tile, int thread, int step) {
+  const int count = (stop - first + params.tile_tokens - 1) / params.tile_tokens;
+  int4* const tiles = reinterpret_cast<int4*>(params.tiles) + tile;
+  for (int i = thread; i < count; i += step) {
+    const int row = first + i * params.tile_tokens;
+    tiles[i] = make_int4(expert, row, min(row + params.tile_tokens, stop), 0);
+  }
+}
+
+// Shared memory of a plan: an element of each expert and one more, for slots without an expert.
 struct PlanMemory {
   unsigned* counts;  // [experts + 1]
   int* offsets;      // [experts + 2], the first row of each
   int* tiles;        // [experts + 1], the first tile of each
   int* of_warps;     // [warps], rows of one expert that each warp has found
-  int* ids;          // [slots], those of all slots, if there is room for them
 
-  __host__ __device__ static int bytes(int experts, int warps, int slots) {
-    return (3 * (experts + 2) + warps + slots) * static_cast<int>(sizeof(int));
+  __host__ __device__ static int bytes(int experts, int warps) {
+    return (3 * (experts + 2) + warps) * static_cast<int>(sizeof(int));
   }
 
-  __device__ PlanMemory(uint8_t* memory, int experts, int warps) {
+  __device__ PlanMemory(uint8_t* memory, int experts) {
     counts = reinterpret_cast<unsigned*>(memory);
     offsets = reinterpret_cast<int*>(memory) + experts + 2;
     tiles = offsets + experts + 2;
     of_warps = tiles + experts + 2;
-    ids = of_warps + warps;
   }
 };
 
 class Planner {
  public:
-  // `copies_ids`: the memory has room for the ids of all slots, which every warp reads often.
-  __device__ Planner(const MoeRouteParams& params, uint8_t* memory, int warps, bool copies_ids)
+  __device__ Planner(const MoeRouteParams& params, uint8_t* memory)
       : params_(params),
-        memory_(memory, params.experts, warps),
-        copies_ids_(copies_ids),
+        memory_(memory, params.experts),
         slots_(params.tokens * params.top_k),
         thread_(static_cast<int>(threadIdx.x)),
         lane_(thread_ % 32),
@@ -52,9 +59,6 @@ class Planner {
     __syncthreads();
     for (int slot = thread_; slot < slots_; slot += threads) {
       const int id = params_.ids[slot];
-      if (copies_ids_) {
-        memory_.ids[slot] = id;
-      }
       atomicAdd(&memory_.counts[id < 0 ? experts : id], 1U);
     }
     __syncthreads();
@@ -74,13 +78,8 @@ class Planner {
     }
   }
 
-  // Lists the rows and tiles of an expert, or of none (params.experts); by one warp.
-  __device__ __forceinline__ void list_by_warp(int expert) const {
-    list(expert, 0, slots_, memory_.offsets[expert]);
-    store_tiles(expert, lane_, 32);
-  }
-
-  // The same by `warps` warps, all of the CTA.
+  // Lists the rows and tiles of an expert, or of none (params.experts); by `warps` warps, all of the
+  // CTA.
   __device__ __forceinline__ void list_by_cta(int expert, int warps) const {
     const int share = (slots_ + warps * 32 - 1) / (warps * 32) * 32;
     const int first = min(warp_ * share, slots_), stop = min(first + share, slots_);
@@ -98,12 +97,15 @@ class Planner {
       row += memory_.of_warps[i];
     }
     list(expert, first, stop, row);
-    store_tiles(expert, thread_, warps * 32);
+    if (expert < params_.experts) {
+      store_tiles(params_, expert, memory_.offsets[expert], memory_.offsets[expert + 1],
+                  memory_.tiles[expert], thread_, warps * 32);
+    }
   }
 
  private:
   __device__ __forceinline__ bool belongs(int slot, int expert) const {
-    const int id = copies_ids_ ? memory_.ids[slot] : params_.ids[slot];
+    const int id = params_.ids[slot];
     return expert == params_.experts ? id < 0 : id == expert;
   }
 
@@ -147,25 +149,8 @@ class Planner {
     }
   }
 
-  __device__ __forceinline__ void store_tiles(int expert, int thread, int threads) const {
-    if (expert == params_.experts) {
-      return;
-    }
-    const int first = memory_.offsets[expert], stop = memory_.offsets[expert + 1];
-    int* const tiles = params_.tiles + int64_t(memory_.tiles[expert]) * 4;
-    const int count = (stop - first + params_.tile_tokens - 1) / params_.tile_tokens;
-    for (int i = thread; i < count; i += threads) {
-      const int row = first + i * params_.tile_tokens;
-      tiles[4 * i] = expert;
-      tiles[4 * i + 1] = row;
-      tiles[4 * i + 2] = min(row + params_.tile_tokens, stop);
-      tiles[4 * i + 3] = 0;
-    }
-  }
-
   const MoeRouteParams& params_;
   PlanMemory memory_;
-  bool copies_ids_;
   int slots_, thread_, lane_, warp_;
 };
 
