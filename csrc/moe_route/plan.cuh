@@ -21,30 +21,36 @@ __device__ __forceinline__ void store_tiles(const MoeRouteParams& params, int ex
   }
 }
 
-// Shared memory of a plan: an element of each expert and one more, for slots without an expert.
+// Shared memory of a plan: an element of each expert and one more, for slots without an expert; and
+// the ids of all slots, if there is room for them.
 struct PlanMemory {
   unsigned* counts;  // [experts + 1]
   int* offsets;      // [experts + 2], the first row of each
   int* tiles;        // [experts + 1], the first tile of each
   int* of_warps;     // [warps], rows of one expert that each warp has found
+  short4* ids;       // [slots / 4, rounded up]; -1 for none
 
-  __host__ __device__ static int bytes(int experts, int warps) {
-    return (3 * (experts + 2) + warps) * static_cast<int>(sizeof(int));
+  __host__ __device__ static int bytes(int experts, int warps, int copied_slots) {
+    const int words = (3 * (experts + 2) + warps + 1) / 2 * 2;
+    return words * static_cast<int>(sizeof(int)) + (copied_slots + 3) / 4 * 8;
   }
 
-  __device__ PlanMemory(uint8_t* memory, int experts) {
+  __device__ PlanMemory(uint8_t* memory, int experts, int warps) {
     counts = reinterpret_cast<unsigned*>(memory);
     offsets = reinterpret_cast<int*>(memory) + experts + 2;
     tiles = offsets + experts + 2;
     of_warps = tiles + experts + 2;
+    ids = reinterpret_cast<short4*>(memory + bytes(experts, warps, 0));
   }
 };
 
 class Planner {
  public:
-  __device__ Planner(const MoeRouteParams& params, uint8_t* memory)
+  // `copies_ids`: the memory has room for the ids of all slots, which every warp reads again.
+  __device__ Planner(const MoeRouteParams& params, uint8_t* memory, int warps, bool copies_ids)
       : params_(params),
-        memory_(memory, params.experts),
+        memory_(memory, params.experts, warps),
+        copies_ids_(copies_ids),
         slots_(params.tokens * params.top_k),
         thread_(static_cast<int>(threadIdx.x)),
         lane_(thread_ % 32),
@@ -57,9 +63,19 @@ class Planner {
       memory_.counts[i] = 0;
     }
     __syncthreads();
-    for (int slot = thread_; slot < slots_; slot += threads) {
-      const int id = params_.ids[slot];
-      atomicAdd(&memory_.counts[id < 0 ? experts : id], 1U);
+    // Several loads of a thread are in flight at once.
+    const int fours = (slots_ + 3) / 4;
+#pragma unroll 4
+    for (int i = thread_; i < fours; i += threads) {
+      const int4 four = ids_at(i);
+      count_slot(four.x);
+      count_slot(four.y);
+      count_slot(four.z);
+      count_slot(four.w);
+      if (copies_ids_) {
+        memory_.ids[i] = make_short4(static_cast<int16_t>(four.x), static_cast<int16_t>(four.y),
+                                     static_cast<int16_t>(four.z), static_cast<int16_t>(four.w));
+      }
     }
     __syncthreads();
     if (warp_ == 0) {
@@ -78,8 +94,8 @@ class Planner {
     }
   }
 
-  // Lists the rows and tiles of an expert, or of none (params.experts); by `warps` warps, all of the
-  // CTA.
+  // Lists the rows and tiles of an expert, or of none (params.experts); by `warps` warps, all of
+  // the CTA.
   __device__ __forceinline__ void list_by_cta(int expert, int warps) const {
     const int share = (slots_ + warps * 32 - 1) / (warps * 32) * 32;
     const int first = min(warp_ * share, slots_), stop = min(first + share, slots_);
@@ -104,8 +120,26 @@ class Planner {
   }
 
  private:
+  static constexpr int kNoSlot = -2;
+
+  // The ids of four slots, kNoSlot behind the last one.
+  __device__ __forceinline__ int4 ids_at(int i) const {
+    if (4 * i + 3 < slots_) {
+      return reinterpret_cast<const int4*>(params_.ids)[i];
+    }
+    const auto id = [&](int slot) { return slot < slots_ ? params_.ids[slot] : kNoSlot; };
+    return make_int4(id(4 * i), id(4 * i + 1), id(4 * i + 2), id(4 * i + 3));
+  }
+
+  __device__ __forceinline__ void count_slot(int id) const {
+    if (id != kNoSlot) {
+      atomicAdd(&memory_.counts[id < 0 ? params_.experts : id], 1U);
+    }
+  }
+
   __device__ __forceinline__ bool belongs(int slot, int expert) const {
-    const int id = params_.ids[slot];
+    const int id =
+        copies_ids_ ? reinterpret_cast<const int16_t*>(memory_.ids)[slot] : params_.ids[slot];
     return expert == params_.experts ? id < 0 : id == expert;
   }
 
@@ -151,6 +185,7 @@ class Planner {
 
   const MoeRouteParams& params_;
   PlanMemory memory_;
+  bool copies_ids_;
   int slots_, thread_, lane_, warp_;
 };
 

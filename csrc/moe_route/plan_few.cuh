@@ -11,11 +11,9 @@ namespace ostinato::route {
 
 inline constexpr int kChunkSlots = 32;
 
-// Shared memory: ids of all slots; slots and first rows of experts, with one element more for slots
-// without an expert; rows and tiles that the experts of each warp have; slots of each expert in
-// each chunk.
+// Shared memory: slots and first rows of experts, with one element more for slots without an
+// expert; rows and tiles that the experts of each warp have; slots of each expert in each chunk.
 struct FewMemory {
-  int* ids;          // [slots]
   unsigned* counts;  // [experts + 1]
   int* offsets;      // [experts + 1]
   int2* of_warps;    // [warps]
@@ -27,13 +25,12 @@ struct FewMemory {
   // Bytes of a chunk's counts, whole words.
   __host__ __device__ static int chunk_bytes(int experts) { return (experts + 4) / 4 * 4; }
   __host__ __device__ static int bytes(int experts, int warps, int slots) {
-    return 8 * warps + 4 * (2 * (experts + 1) + slots) + chunks(slots) * chunk_bytes(experts);
+    return 8 * warps + 8 * (experts + 1) + chunks(slots) * chunk_bytes(experts);
   }
 
-  __device__ FewMemory(uint8_t* memory, int experts, int warps, int slots) {
+  __device__ FewMemory(uint8_t* memory, int experts, int warps) {
     of_warps = reinterpret_cast<int2*>(memory);
-    ids = reinterpret_cast<int*>(of_warps + warps);
-    counts = reinterpret_cast<unsigned*>(ids + slots);
+    counts = reinterpret_cast<unsigned*>(of_warps + warps);
     offsets = reinterpret_cast<int*>(counts + experts + 1);
     of_chunks = reinterpret_cast<uint8_t*>(offsets + experts + 1);
   }
@@ -44,17 +41,16 @@ struct FewMemory {
 template <int kWarps, int kMostSlots>
 class FewPlanner {
  public:
-  __device__ FewPlanner(const MoeRouteParams& params, uint8_t* memory)
+  // `ids`: those of all slots, once `run` is called.
+  __device__ FewPlanner(const MoeRouteParams& params, const int* ids, uint8_t* memory)
       : params_(params),
-        memory_(memory, params.experts, kWarps, params.tokens * params.top_k),
+        ids_(ids),
+        memory_(memory, params.experts, kWarps),
         slots_(params.tokens * params.top_k),
         chunk_bytes_(FewMemory::chunk_bytes(params.experts)),
         thread_(static_cast<int>(threadIdx.x)),
         lane_(thread_ % 32),
         warp_(thread_ / 32) {}
-
-  // Where the ids of all slots are to be left, besides params.ids.
-  __device__ __forceinline__ int* ids() const { return memory_.ids; }
 
   // Clears all counts; what routing writes is not touched.
   __device__ __forceinline__ void begin() const {
@@ -90,7 +86,7 @@ class FewPlanner {
 
   // The expert of a slot, -1 beyond the last slot.
   __device__ __forceinline__ int expert_of(int slot) const {
-    const int id = slot < slots_ ? memory_.ids[slot] : -1;
+    const int id = slot < slots_ ? ids_[slot] : -1;
     return slot >= slots_ ? -1 : id < 0 ? params_.experts : id;
   }
 
@@ -158,6 +154,7 @@ class FewPlanner {
   }
 
   const MoeRouteParams& params_;
+  const int* ids_;
   FewMemory memory_;
   int slots_, chunk_bytes_, thread_, lane_, warp_;
 };
