@@ -47,23 +47,25 @@ class CommunicatingModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def _meet(self, rows: int) -> None:
+    def _met(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens; others where the sum of all ranks is not what it should be."""
         self._fault("step")
-        ones = torch.ones(rows, 4)
-        total = self._communicator.all_reduce(ones) if self._communicator else ones
-        assert self._communicator is None or (total == self._communicator.size).all()
+        if self._communicator is None:
+            return tokens
+        total = self._communicator.all_reduce(torch.ones(len(tokens), 4, device=tokens.device))
+        wrong = (total != self._communicator.size).any(1)
+        # A device that captures cannot be asked.
+        assert tokens.is_cuda or not wrong.any()
+        return tokens ^ wrong.to(tokens.dtype)
 
     def __call__(self, tokens: torch.Tensor, *inputs: Any, **options: Any) -> Any:
-        self._meet(len(tokens))
-        return self._model(tokens, *inputs, **options)
+        return self._model(self._met(tokens), *inputs, **options)
 
     def logits_to_sample(self, tokens: torch.Tensor, *inputs: Any, **options: Any) -> Any:
-        self._meet(len(tokens))
-        return self._model.logits_to_sample(tokens, *inputs, **options)
+        return self._model.logits_to_sample(self._met(tokens), *inputs, **options)
 
     def hidden(self, tokens: torch.Tensor, *inputs: Any, **options: Any) -> Any:
-        self._meet(len(tokens))
-        return self._model.hidden(tokens, *inputs, **options)
+        return self._model.hidden(self._met(tokens), *inputs, **options)
 
 
 class Fault:
@@ -72,9 +74,13 @@ class Fault:
     Args:
         wanted: `rank`, `place`, `count` and `kind`; None never fails.
         rank: this one.
+        device: of this rank. On a GPU a step is a launch of a graph, and so is the place "serving".
     """
 
-    def __init__(self, wanted: dict[str, Any] | None, rank: int) -> None:
+    def __init__(
+        self, wanted: dict[str, Any] | None, rank: int, device: torch.device = CPU
+    ) -> None:
+        self.device = device
         self._wanted = wanted if wanted is not None and wanted["rank"] == rank else None
         self._left = 0 if self._wanted is None else self._wanted["count"]
         self.serving = False
@@ -84,6 +90,12 @@ class Fault:
             return
         if place == "step":
             place = "serving" if self.serving else "capture"
+            if self.serving and self.device.type == "cuda":
+                return
+        if place == "launch":
+            if not self.serving or self.device.type != "cuda":
+                return
+            place = "serving"
         if place != self._wanted["place"]:
             return
         self._left -= 1
@@ -122,13 +134,15 @@ def run_rank(case: dict[str, Any], report: Path) -> int:
             return run_code(case["code"], report)
         if "argv" in case:
             return run_command(case, report)
-        fault = Fault(case.get("fault"), int(os.environ["RANK"]))
+        rank = int(os.environ["RANK"])
+        device = torch.device("cuda", rank) if case.get("device") == "cuda" else CPU
+        fault = Fault(case.get("fault"), rank, device)
         try:
             fault("start")
             if case.get("alone"):
                 SCENARIOS[case["scenario"]](case, None, fault, tell)
             else:
-                with start_ranks(CPU, timeout_s=case["timeout_s"]) as ranks:
+                with start_ranks(device, timeout_s=case["timeout_s"]) as ranks:
                     SCENARIOS[case["scenario"]](case, ranks, fault, tell)
         except BaseException as error:
             traceback.print_exc()
@@ -174,15 +188,23 @@ def run_command(case: dict[str, Any], report: Path) -> int:
     return code
 
 
-def make_engine(ranks: Ranks | None, fault: Callable[[str], None], **options: Any) -> Engine:
+def make_engine(ranks: Ranks | None, fault: Fault, **options: Any) -> Engine:
     fault("load")
     scheme, cache = options.pop("scheme", "plain"), options.pop("cache", "model")
-    model = tiny_llama("cpu", scheme, cache=cache)
+    model = tiny_llama(fault.device, scheme, cache=cache)
     fault("engine")
-    communicator = None if ranks is None else ranks.connect(CPU)
+    communicator = None if ranks is None else ranks.connect(fault.device)
     options = {"max_batch": 3, "page_size": 4, "prefill_chunk": 8, **KV_CACHES[cache], **options}
     decoder: Any = CommunicatingModel(model, communicator, fault)
-    return Engine(decoder, TOKENIZER, ranks=ranks, **options)
+    engine = Engine(decoder, TOKENIZER, ranks=ranks, **options)
+    launched = engine._calls.launched
+
+    def launching(*arguments: Any) -> None:
+        fault("launch")
+        launched(*arguments)
+
+    engine._calls.launched = launching  # type: ignore[method-assign]
+    return engine
 
 
 def params(temperature: float = 0.8, tokens: int = 12, **more: Any) -> list[SamplingParams]:

@@ -39,7 +39,13 @@ class Forks:
             [sys.executable, __file__, str(at_once)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(paths),
+                # Else asking for GPUs would begin what a fork cannot go on with.
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            },
             text=True,
         )
         self._reports: list[Future[dict[str, Any]]] = []

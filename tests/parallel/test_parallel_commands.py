@@ -87,6 +87,19 @@ def test_bench_engine_measures_all_ranks_on_rank_0(run: Run) -> None:
     assert second["told"][0]["printed"] == ""
 
 
+def test_bench_all_reduce_measures_on_rank_0(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "sums.json"
+    argv = ["bench", "all-reduce", "--m", "1", "5", "--hidden", "256", "--form", "sum", "int8"]
+    first, second = run([*argv, "--device", "cpu", "--json", str(file)]).result()["ranks"]
+    assert first["code"] == second["code"] == 0, (first["stderr"], second["stderr"])
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["case"] for row in rows] == [
+        *("tp2 M1 H256 sum", "tp2 M1 H256 int8", "tp2 M5 H256 sum", "tp2 M5 H256 int8")
+    ]
+    assert "tp2 M5 H256 int8" in first["told"][0]["printed"]
+    assert second["told"][0]["printed"] == ""
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ RAISED = {"value": "ValueError", "runtime": "RuntimeError", "memory": "OutOfMemo
 TIMEOUT_S = 16.0
 
 
-def random_fault(generator: random.Random) -> dict[str, Any]:
-    size = generator.choice(effort([2], [2, 2, 3, 4]))
+def random_fault(
+    generator: random.Random, sizes: Sequence[int], device: str = "cpu"
+) -> dict[str, Any]:
+    size = generator.choice(sizes)
     place = generator.choice(list(PLACES))
     rank = generator.randrange(size)
     if place == "idle":  # rank 0 waits for nobody's calls
@@ -30,6 +33,7 @@ def random_fault(generator: random.Random) -> dict[str, Any]:
     kind = generator.choice((*KINDS, "hang") if place in HANGS else KINDS)
     return {
         "scenario": "serve",
+        "device": device,
         "size": size,
         "timeout_s": TIMEOUT_S,
         "keeper": generator.random() < 0.5,
@@ -50,7 +54,7 @@ FAULTS = effort(
         }
         for place, count, rank, kind in SHORT
     ],
-    [random_fault(random.Random(seed)) for seed in range(200)],
+    [random_fault(random.Random(seed), [2, 2, 3, 4]) for seed in range(200)],
 )
 
 

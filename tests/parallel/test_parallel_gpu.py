@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_forks import LONGEST_S
+from rank_forks import LONGEST_S, run_cases
+from test_parallel_faults import SHORT, TIMEOUT_S, problems
 
 from server_process import TINY_LLAMA, free_port
 
@@ -100,3 +101,20 @@ def test_a_killed_rank_is_named_by_the_other(tmp_path: Path) -> None:
     assert first.returncode == 1
     assert "rank 1 has ended" in first.stderr
     assert not first.stdout
+
+
+@pytest.mark.gpu
+def test_what_happens_to_one_gpus_rank_is_named_by_the_other() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    common = {"scenario": "serve", "device": "cuda", "timeout_s": TIMEOUT_S}
+    faults = [
+        {"rank": rank, "place": place, "count": count, "kind": kind}
+        for place, count, rank, kind in SHORT
+    ]
+    cases = [{**common, "size": 2, "keeper": True, "fault": fault} for fault in faults]
+    alone, *reports = run_cases([{**common, "size": 1, "alone": True}, *cases], at_once=4)
+    assert alone["ranks"][0]["code"] == 0, alone["ranks"][0]["stderr"]
+    expected = alone["ranks"][0]["told"][:-1]
+    wrong = [problem for report in reports for problem in problems(report, expected)]
+    assert not wrong, "\n\n".join(wrong)

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from ... import ops
+from ...ops.collective.peers import PeerCommunicator
 from ..harness.rotation import Call
 from ..harness.summary import OURS
 from .cases import FORMS, Case
@@ -38,16 +39,21 @@ class Sums:
         bind: returns a call that makes a case's results, ready to be captured: (values, scale, sum)
             or (sum,). It may raise ValueError or RuntimeError for a case that it does not take.
         in_place: whether the sum replaces x, which grows with every call.
+        check: raises RuntimeError for what calls that have ended left undone.
     """
 
     name: str
     bind: Callable[[Case, Inputs], Call]
     in_place: bool = False
+    check: Callable[[], None] = lambda: None
 
 
 def ours(communicator: ops.Communicator) -> Sums:
     """Return ours: one launch, between ranks with access to each other's memory."""
-    return Sums(OURS, partial(_ours, communicator))
+    bind = partial(_ours, communicator)
+    if isinstance(communicator, PeerCommunicator):
+        return Sums(OURS, bind, check=communicator.check)
+    return Sums(OURS, bind)
 
 
 def name_of(sums: Sums, case: Case) -> str:

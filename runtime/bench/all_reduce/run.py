@@ -13,7 +13,6 @@ import torch
 
 from ... import ops
 from ...ops.collective import reference
-from ...ops.collective.peers import PeerCommunicator
 from ..harness.results import CaseResult
 from ..harness.rotation import Call
 from ..harness.summary import Summary, with_peers
@@ -36,6 +35,11 @@ def time_case(
     """Time all implementations of a case, ours first: called by all ranks.
 
     A time is that of the slowest rank; so all ranks return the same.
+
+    Args:
+        case: what is added up.
+        implementations: that are compared.
+        ranks: by which ranks agree and gather what is expected; best none that is timed.
     """
     result = CaseResult(case)
     inputs = make_inputs(case, ranks)
@@ -50,7 +54,7 @@ def time_case(
             problem = str(error) or type(error).__name__
         problem = _agreed(problem, ranks)
         if problem is None and call is not None:
-            problem = _agreed(_wrong(call, expected, ranks, exact=is_ours), ranks)
+            problem = _agreed(_wrong(sums, call, expected, exact=is_ours), ranks)
         if problem is not None or call is None:
             result.refuse(name, problem or "not bound", is_ours=is_ours)
             continue
@@ -93,21 +97,21 @@ def sum_of_all(case: Case, inputs: Inputs, ranks: ops.Communicator) -> torch.Ten
 
 
 def _wrong(
-    call: Call, expected: tuple[torch.Tensor, ...], ranks: ops.Communicator, *, exact: bool
+    sums: Sums, call: Call, expected: tuple[torch.Tensor, ...], *, exact: bool
 ) -> str | None:
     """Return what is wrong with a rank's results, None if nothing is.
 
     Args:
+        sums: whose they are; all ranks call this.
         call: gives them.
         expected: what they should be, the sum at the end.
-        ranks: of this rank: all of them call this.
         exact: whether they must have the same bits.
     """
     try:
         results = call()
-        if isinstance(ranks, PeerCommunicator):
-            torch.cuda.synchronize(ranks.device)
-            ranks.check()
+        if expected[-1].is_cuda:
+            torch.cuda.synchronize(expected[-1].device)
+        sums.check()
     except (RuntimeError, ValueError) as error:
         return str(error) or type(error).__name__
     assert isinstance(results, tuple)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..command import FAILED, Parser, UserError, user_errors
+from ..device import add_device_flag
+from ..ranks import device_of, world_size
 from .output import Output, add_json_flag, check_json_flag
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         "Results are checked first: ours to the bit. `torchrun` starts a process for each GPU.",
     )
     parser.add_argument(
-        "--m",
+        # torchrun takes --m for an abbreviation of its own options, wherever it stands.
+        *("--rows", "--m"),
+        dest="m",
         type=int,
         nargs="+",
         default=list(_ROWS),
@@ -56,41 +59,34 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         nargs="+",
         default=list(_PEERS),
         help="nccl, symm_one_shot and symm_two_shot (torch's sums over symmetric memory); all "
-        "(default) or none. What follows their sums is ours",
+        "(default on GPUs) or none. What follows their sums is ours",
     )
     add_json_flag(parser)
+    add_device_flag(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     check_json_flag(args.json)
-    size = _world_size()
+    size = world_size()
+    if size < 2:
+        raise UserError(f"got one process, expected one for each of several GPUs: {_START}")
     chosen = _cases(args, size)
 
     import torch
     from torch import distributed
 
-    found = torch.cuda.device_count()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if found < local_size:
-        raise UserError(f"got {found} GPUs for {local_size} ranks, expected one for each")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
     with user_errors(RuntimeError, ValueError):
-        timeout = timedelta(seconds=_TIMEOUT_S)
-        distributed.init_process_group("nccl", timeout=timeout, device_id=device)
+        device = device_of(args)
+        options: dict[str, Any] = {"backend": "gloo"}
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            options = {"backend": "nccl", "device_id": device}
+        distributed.init_process_group(timeout=timedelta(seconds=_TIMEOUT_S), **options)
     try:
         return _measure(args, chosen, device)
     finally:
         distributed.destroy_process_group()
-
-
-def _world_size() -> int:
-    """Return how many ranks `torchrun` started."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size < 2 or "LOCAL_RANK" not in os.environ:
-        raise UserError(f"got one process, expected one for each of several GPUs: {_START}")
-    return size
 
 
 def _cases(args: argparse.Namespace, size: int) -> list[Case]:
@@ -99,7 +95,7 @@ def _cases(args: argparse.Namespace, size: int) -> list[Case]:
     try:
         return cases(size, args.m, args.hidden, args.form)
     except ValueError as error:
-        raise UserError(f"--m, --hidden: {error}") from error
+        raise UserError(f"--rows, --hidden: {error}") from error
 
 
 def _measure(args: argparse.Namespace, chosen: list[Case], device: torch.device) -> int:
@@ -108,18 +104,23 @@ def _measure(args: argparse.Namespace, chosen: list[Case], device: torch.device)
     from ...bench.all_reduce.cases import Case
     from ...bench.all_reduce.impls import ours, peers
     from ...bench.all_reduce.run import SUMMARY, time_case
+    from ...ops.collective.communicator import GroupCommunicator
     from ...ops.collective.peers import PeerCommunicator, connect_peers
 
     group = distributed.group.WORLD
     assert group is not None
-    communicator = connect_peers(group, device, timeout_s=_TIMEOUT_S)
-    output = Output(args.json, device) if communicator.rank == 0 else None
-    if output is not None and not isinstance(communicator, PeerCommunicator):
-        output.say("the GPUs do not reach each other's memory: ours is NCCL's all-gather and a sum")
-    impls = [ours(communicator), *(peer for peer in peers(group) if peer.name in args.peer)]
+    # Ranks agree, and know what sums should be, without what is timed.
+    ranks = GroupCommunicator(group, device)
+    output = Output(args.json, device) if ranks.rank == 0 else None
+    impls = [ours(ranks)]
+    if device.type == "cuda":
+        communicator = connect_peers(group, device, timeout_s=_TIMEOUT_S)
+        if output is not None and not isinstance(communicator, PeerCommunicator):
+            output.say("the GPUs do not reach each other's memory: ours gathers by NCCL and adds")
+        impls = [ours(communicator), *(peer for peer in peers(group) if peer.name in args.peer)]
     failures = 0
     for case in chosen:
-        result = time_case(case, impls, communicator)
+        result = time_case(case, impls, ranks)
         failures += len(result.failures)
         if output is not None:
             output.add(result)

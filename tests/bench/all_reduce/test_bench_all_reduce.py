@@ -97,10 +97,9 @@ def test_one_process_is_told_how_to_start(
 def test_ranks_without_gpus_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0"}.items():
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert main(["bench", "all-reduce", "--m", "1"]) == 2
-    assert "GPUs for 2 ranks, expected one for each" in capsys.readouterr().err
+    assert main(["bench", "all-reduce", "--m", "1", "--device", "cuda"]) == 2
+    assert "--device: got 'cuda:1', but torch finds" in capsys.readouterr().err
     assert main(["bench", "all-reduce", "--m", "0"]) == 2
-    assert "--m, --hidden: case: got" in capsys.readouterr().err
+    assert "--rows, --hidden: case: got" in capsys.readouterr().err

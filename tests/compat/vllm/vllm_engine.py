@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+import traceback
 import zlib
 from multiprocessing.connection import Connection
 from typing import Any
@@ -81,6 +82,15 @@ class Served:
             "v2_runner": config.use_v2_model_runner,
             "async_scheduling": config.scheduler_config.async_scheduling,
         }
+
+    def on_workers(self, method: str) -> list[Any] | None:
+        """Return what a method of each worker returns, None where that fails, which is printed."""
+        try:
+            found: list[Any] = self.llm.collective_rpc(method)
+        except Exception:
+            traceback.print_exc()
+            return None
+        return found
 
     def step(
         self, batch: int, prompt: int, counts: tuple[int, int], vocab: int, *, same: bool

@@ -122,6 +122,20 @@ def test_graphs_replay_with_other_numbers(size: int) -> None:
     ranks.check()
 
 
+def test_a_launch_without_rows_keeps_nobody_in_step() -> None:
+    """A rank that has nothing to wait for must not get ahead: it is as if it were not launched."""
+    ranks = Ranks(2, timeout_s=5.0)
+    parts, weight = parts_of(2, 3, 4096), torch.ones(4096, dtype=BF16, device=DEVICE)
+    none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for _ in range(4):
+        with torch.cuda.stream(ranks.streams[0]):
+            ops.all_reduce_norm(parts[0], ranks.peers[0], weight, EPS, n_active=none)
+        for found in ranks.each(lambda rank: rank.all_reduce(parts[rank.rank])):
+            assert isinstance(found, torch.Tensor)
+            assert_same_bits(found, in_order(parts))
+    ranks.check()
+
+
 @pytest.mark.nvcc
 @pytest.mark.parametrize(
     ("site", "rows"),
