@@ -1,6 +1,6 @@
-// The rows of each expert, from the ids of all slots, by a CTA: counted in shared memory, then
-// listed in the order of slots. Counts are integers: the order in which they are added is none of
-// the result's.
+// The rows of each expert, from the ids of many slots, by a CTA of each: counted in shared memory,
+// then listed in the order of slots. Counts are integers: the order in which they are added is none
+// of the result's.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,30 @@
 
 namespace ostinato::route {
 
-// Shared memory of a plan, behind what the selection needs: an element of each expert and one more,
-// for slots without an expert.
+// Writes the tiles of an expert's rows, from `first` to `stop`, as the list's from `tile` on: those
+// of every `step`-th thread.
+__device__ __forceinline__ void store_tiles(const MoeRouteParams& params, int expert, int first,
+                                            int stop, int tile, int thread, int step) {
+  const int count = (stop - first + params.tile_tokens - 1) / params.tile_tokens;
+  int4* const tiles = reinterpret_cast<int4*>(params.tiles) + tile;
+  for (int i = thread; i < count; i += step) {
+    const int row = first + i * params.tile_tokens;
+    tiles[i] = make_int4(expert, row, min(row + params.tile_tokens, stop), 0);
+  }
+}
+
+// Shared memory of a plan: an element of each expert and one more, for slots without an expert; and
+// the ids of all slots, if there is room for them.
 struct PlanMemory {
   unsigned* counts;  // [experts + 1]
   int* offsets;      // [experts + 2], the first row of each
   int* tiles;        // [experts + 1], the first tile of each
   int* of_warps;     // [warps], rows of one expert that each warp has found
-  int* ids;          // [slots], those of all slots, if there is room for them
+  short4* ids;       // [slots / 4, rounded up]; -1 for none
 
-  __host__ __device__ static int bytes(int experts, int warps, int slots) {
-    return (3 * (experts + 2) + warps + slots) * static_cast<int>(sizeof(int));
+  __host__ __device__ static int bytes(int experts, int warps, int copied_slots) {
+    const int words = (3 * (experts + 2) + warps + 1) / 2 * 2;
+    return words * static_cast<int>(sizeof(int)) + (copied_slots + 3) / 4 * 8;
   }
 
   __device__ PlanMemory(uint8_t* memory, int experts, int warps) {
@@ -27,13 +40,13 @@ struct PlanMemory {
     offsets = reinterpret_cast<int*>(memory) + experts + 2;
     tiles = offsets + experts + 2;
     of_warps = tiles + experts + 2;
-    ids = of_warps + warps;
+    ids = reinterpret_cast<short4*>(memory + bytes(experts, warps, 0));
   }
 };
 
 class Planner {
  public:
-  // `copies_ids`: the memory has room for the ids of all slots, which every warp reads often.
+  // `copies_ids`: the memory has room for the ids of all slots, which every warp reads again.
   __device__ Planner(const MoeRouteParams& params, uint8_t* memory, int warps, bool copies_ids)
       : params_(params),
         memory_(memory, params.experts, warps),
@@ -50,12 +63,19 @@ class Planner {
       memory_.counts[i] = 0;
     }
     __syncthreads();
-    for (int slot = thread_; slot < slots_; slot += threads) {
-      const int id = params_.ids[slot];
+    // Several loads of a thread are in flight at once.
+    const int fours = (slots_ + 3) / 4;
+#pragma unroll 4
+    for (int i = thread_; i < fours; i += threads) {
+      const int4 four = ids_at(i);
+      count_slot(four.x);
+      count_slot(four.y);
+      count_slot(four.z);
+      count_slot(four.w);
       if (copies_ids_) {
-        memory_.ids[slot] = id;
+        memory_.ids[i] = make_short4(static_cast<int16_t>(four.x), static_cast<int16_t>(four.y),
+                                     static_cast<int16_t>(four.z), static_cast<int16_t>(four.w));
       }
-      atomicAdd(&memory_.counts[id < 0 ? experts : id], 1U);
     }
     __syncthreads();
     if (warp_ == 0) {
@@ -74,13 +94,8 @@ class Planner {
     }
   }
 
-  // Lists the rows and tiles of an expert, or of none (params.experts); by one warp.
-  __device__ __forceinline__ void list_by_warp(int expert) const {
-    list(expert, 0, slots_, memory_.offsets[expert]);
-    store_tiles(expert, lane_, 32);
-  }
-
-  // The same by `warps` warps, all of the CTA.
+  // Lists the rows and tiles of an expert, or of none (params.experts); by `warps` warps, all of
+  // the CTA.
   __device__ __forceinline__ void list_by_cta(int expert, int warps) const {
     const int share = (slots_ + warps * 32 - 1) / (warps * 32) * 32;
     const int first = min(warp_ * share, slots_), stop = min(first + share, slots_);
@@ -98,12 +113,33 @@ class Planner {
       row += memory_.of_warps[i];
     }
     list(expert, first, stop, row);
-    store_tiles(expert, thread_, warps * 32);
+    if (expert < params_.experts) {
+      store_tiles(params_, expert, memory_.offsets[expert], memory_.offsets[expert + 1],
+                  memory_.tiles[expert], thread_, warps * 32);
+    }
   }
 
  private:
+  static constexpr int kNoSlot = -2;
+
+  // The ids of four slots, kNoSlot behind the last one.
+  __device__ __forceinline__ int4 ids_at(int i) const {
+    if (4 * i + 3 < slots_) {
+      return reinterpret_cast<const int4*>(params_.ids)[i];
+    }
+    const auto id = [&](int slot) { return slot < slots_ ? params_.ids[slot] : kNoSlot; };
+    return make_int4(id(4 * i), id(4 * i + 1), id(4 * i + 2), id(4 * i + 3));
+  }
+
+  __device__ __forceinline__ void count_slot(int id) const {
+    if (id != kNoSlot) {
+      atomicAdd(&memory_.counts[id < 0 ? params_.experts : id], 1U);
+    }
+  }
+
   __device__ __forceinline__ bool belongs(int slot, int expert) const {
-    const int id = copies_ids_ ? memory_.ids[slot] : params_.ids[slot];
+    const int id =
+        copies_ids_ ? reinterpret_cast<const int16_t*>(memory_.ids)[slot] : params_.ids[slot];
     return expert == params_.experts ? id < 0 : id == expert;
   }
 
@@ -144,22 +180,6 @@ class Planner {
         params_.rows[row + __popc(found & ((1U << lane_) - 1U))] = slot;
       }
       row += __popc(found);
-    }
-  }
-
-  __device__ __forceinline__ void store_tiles(int expert, int thread, int threads) const {
-    if (expert == params_.experts) {
-      return;
-    }
-    const int first = memory_.offsets[expert], stop = memory_.offsets[expert + 1];
-    int* const tiles = params_.tiles + int64_t(memory_.tiles[expert]) * 4;
-    const int count = (stop - first + params_.tile_tokens - 1) / params_.tile_tokens;
-    for (int i = thread; i < count; i += threads) {
-      const int row = first + i * params_.tile_tokens;
-      tiles[4 * i] = expert;
-      tiles[4 * i + 1] = row;
-      tiles[4 * i + 2] = min(row + params_.tile_tokens, stop);
-      tiles[4 * i + 3] = 0;
     }
   }
 

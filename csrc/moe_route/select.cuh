@@ -25,23 +25,10 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// A key that is larger for a larger number and, of equal ones, for a lower index; 0 is below all.
-__device__ __forceinline__ uint64_t key_of(float x, int index) {
+// An integer that is larger for a larger number, and never 0; not of NaN.
+__device__ __forceinline__ uint32_t ordered(float x) {
   const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0F));  // -0 becomes 0
-  const uint32_t ordered = (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
-  return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(index);
-}
-__device__ __forceinline__ int index_of(uint64_t key) {
-  return static_cast<int>(~static_cast<uint32_t>(key));
-}
-
-__device__ __forceinline__ uint64_t largest_of_warp(uint64_t key) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    const uint64_t other = __shfl_xor_sync(kAllLanes, key, distance);
-    key = other > key ? other : key;
-  }
-  return key;
+  return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
 }
 
 // By a fixed tree, so that a token's sum has the same bits in every call.
@@ -74,9 +61,10 @@ struct Scores {
 template <int kPerLane>
 class Selection {
  public:
-  // `memory` has room for an element of each expert, and is needed with groups.
-  __device__ Selection(const MoeRouteParams& params, float* memory)
-      : params_(params), memory_(memory), lane_(static_cast<int>(threadIdx.x) % 32) {}
+  // `memory` has room for an element of each expert, and is needed with groups. `ids`: null, or
+  // where to leave the ids of all slots, too.
+  __device__ Selection(const MoeRouteParams& params, float* memory, int* ids)
+      : params_(params), memory_(memory), ids_(ids), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
   // Writes ids and weights of a token.
   __device__ __forceinline__ void run(int token, bool real) {
@@ -109,11 +97,11 @@ class Selection {
       store(first, -1, __int_as_float(0x7fc00000));
       return;
     }
-    uint64_t keys[kPerLane];
+    uint32_t keys[kPerLane];  // 0: not to be chosen
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int expert = lane_ + i * 32;
-      keys[i] = expert < params_.experts ? key_of(compared[i], expert) : 0;
+      keys[i] = expert < params_.experts ? ordered(compared[i]) : 0;
     }
     if (params_.groups > 1) {
       keep_groups(x, compared, scores, keys);
@@ -135,6 +123,9 @@ class Selection {
   __device__ __forceinline__ void store(int64_t first, int id, float weight) const {
     if (lane_ < params_.top_k) {
       params_.ids[first + lane_] = id;
+      if (ids_ != nullptr) {
+        ids_[first + lane_] = id;
+      }
       params_.weights[first + lane_] = weight;
     }
   }
@@ -158,21 +149,27 @@ class Selection {
     return scores;
   }
 
-  // The indices of the top_k largest keys, one for each lane.
-  __device__ __forceinline__ int choose(uint64_t (&keys)[kPerLane]) const {
+  // The indices of the top_k largest keys, one for each lane; of equal ones the lowest come first.
+  __device__ __forceinline__ int choose(uint32_t (&keys)[kPerLane]) const {
     int chosen = 0;
     for (int slot = 0; slot < params_.top_k; ++slot) {
-      uint64_t best = 0;
+      uint32_t best = 0;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        best = keys[i] > best ? keys[i] : best;
+        best = max(best, keys[i]);
       }
-      best = largest_of_warp(best);
+      best = __reduce_max_sync(kAllLanes, best);
+      uint32_t index = UINT32_MAX;
+#pragma unroll
+      for (int i = kPerLane - 1; i >= 0; --i) {
+        index = keys[i] == best ? lane_ + i * 32 : index;
+      }
+      index = __reduce_min_sync(kAllLanes, index);
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        keys[i] = keys[i] == best ? 0 : keys[i];
+        keys[i] = index == lane_ + i * 32 ? 0 : keys[i];
       }
-      chosen = lane_ == slot ? index_of(best) : chosen;
+      chosen = lane_ == slot ? static_cast<int>(index) : chosen;
     }
     return chosen;
   }
@@ -180,7 +177,7 @@ class Selection {
   // Sets the keys of experts to 0 whose group is not among the best.
   __device__ __forceinline__ void keep_groups(const float (&x)[kPerLane],
                                               const float (&compared)[kPerLane],
-                                              const Scores& scores, uint64_t (&keys)[kPerLane]) {
+                                              const Scores& scores, uint32_t (&keys)[kPerLane]) {
     const bool of_scores = params_.correction_bias == nullptr && params_.top2 != 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -191,7 +188,7 @@ class Selection {
     }
     __syncwarp();
     const int size = params_.experts / params_.groups;
-    uint64_t key = 0;  // of this lane's group
+    uint32_t key = 0;  // of this lane's group
     if (lane_ < params_.groups) {
       float best = -INFINITY, second = -INFINITY;
       for (int i = 0; i < size; ++i) {
@@ -200,14 +197,15 @@ class Selection {
         best = fmaxf(best, value);
       }
       const bool adds = params_.top2 != 0 && size > 1;
-      key = key_of(adds ? __fadd_rn(best, second) : best, lane_);
+      key = ordered(adds ? __fadd_rn(best, second) : best);
     }
-    bool kept = false;
+    unsigned kept_groups = 0;
     for (int n = 0; n < params_.top_groups; ++n) {
-      const uint64_t best = largest_of_warp(kept ? 0 : key);
-      kept = kept || key == best;
+      const bool kept = (kept_groups >> lane_ & 1U) != 0;
+      const uint32_t best = __reduce_max_sync(kAllLanes, kept ? 0 : key);
+      const unsigned equal = __ballot_sync(kAllLanes, !kept && key == best);
+      kept_groups |= equal & (~equal + 1U);  // the lowest
     }
-    const unsigned kept_groups = __ballot_sync(kAllLanes, kept);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int expert = lane_ + i * 32;
@@ -220,6 +218,7 @@ class Selection {
 
   const MoeRouteParams& params_;
   float* memory_;
+  int* ids_;
   int lane_;
 };
 

@@ -110,6 +110,19 @@ struct Head {
     return projection == Projection::q || !exists ? -1 : p.slot_mapping[token];
   }
 
+  // Prefetches the fixed scale of a quantised key or value into L2, before the wait.
+  __device__ __forceinline__ void prefetch_scale(const AppendKVParams& p) const {
+    const bool is_k = projection == Projection::k;
+    if (!exists || projection == Projection::q ||
+        (is_k ? p.k_scale_per_token : p.v_scale_per_token) != 0) {
+      return;
+    }
+    const Slots scales = is_k ? p.k_scale : p.v_scale;
+    const float* const address =
+        static_cast<const float*>(scales.data) + index * scales.head_stride;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+  }
+
   template <bool kAligned>
   __device__ __forceinline__ void load_values(const Chunk& chunk, Vector (&x)[2]) const {
 #pragma unroll

@@ -48,10 +48,15 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   const uint32_t lane = threadIdx.x & (lanes - 1);
   const Head head(p, blockIdx.x, (blockIdx.y * blockDim.x + threadIdx.x) >> log2_lanes);
   const Chunk chunk = head.chunk(lane, static_cast<uint32_t>(p.dim));
-  if constexpr (kNorm != Norm::none) {
-    // Only by one token's CTAs: requests of all CTAs for the same few lines would queue up in L2.
-    if (blockIdx.x == 0) {
+  // Only by one token's CTAs: requests of all CTAs for the same few lines would queue up in L2.
+  if (blockIdx.x == 0) {
+    if constexpr (kNorm != Norm::none) {
       head.prefetch_weights(chunk);
+    }
+    if constexpr (kQuantizes) {
+      if (lane == 0) {
+        head.prefetch_scale(p);
+      }
     }
   }
   // Before the wait: decode attention plans its work while this kernel waits and works, from

@@ -63,7 +63,7 @@ static_assert(!kFixedSplits || kSplitTiles * kClusterCtas == OSTINATO_FIXED_TILE
 // multiple of tokens.
 inline constexpr bool kChainPerCta = kFixedSplits && kClusterCtas > 1;
 inline constexpr int kFirstTileTokens = kFixedSplits ? kWarps * kShareTokens : kTileTokens;
-static_assert(!kChainPerCta || (kClusterCtas == kWarps && kColumns == 8 && !kQuantized),
+static_assert(!kChainPerCta || (kClusterCtas == kWarps && kColumns == 8),
               "a CTA for each chain, and each of its warps has all columns");
 
 // The warps of a team process the same blocks and divide the columns (or the head dim); a team of

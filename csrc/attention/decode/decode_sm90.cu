@@ -54,7 +54,7 @@ __device__ __forceinline__ void run_mainloop(SharedStorage& shared, Mainloop& ma
     }
     const int stage = position.slot;
     if constexpr (kChainPerCta) {
-      run_serial_chain<kSeveral>(shared, mainloop, mask, position, tile);
+      run_serial_chain<kSeveral>(shared, mainloop, mask, position, tile, token_scales);
     } else {
       wait(&shared.keys_arrived.full[stage][team], position.parity);
       OSTINATO_DELAY(decode_keys_load, warp == 1);
@@ -96,7 +96,14 @@ __device__ __forceinline__ void locate_queries(Mainloop& mainloop, const Argumen
                           seqlens.queries(split.sequence), split.head);
 }
 
-// Prefetches what every CTA reads first into L2: the lengths, and the page table line by line.
+__device__ __forceinline__ void prefetch_scale(const Slots& scale, uint32_t head) {
+  if (scale.data != nullptr) {
+    prefetch_line(static_cast<const float*>(scale.data) + head * scale.head_stride);
+  }
+}
+
+// Prefetches what every CTA reads first into L2: the lengths, the page table line by line, and the
+// scales of keys and values.
 // Before the preceding kernel ends this is only a hint: tables that it may write are read again
 // later.
 __device__ __forceinline__ void prefetch_tables(const Arguments& params) {
@@ -108,6 +115,10 @@ __device__ __forceinline__ void prefetch_tables(const Arguments& params) {
   }
   if (blockIdx.x * kLineEntries < params.batch) {
     prefetch_line(params.seq_lens + blockIdx.x * kLineEntries);
+  }
+  if (kQuantized && blockIdx.x < params.heads_kv && !has_token_scales(params)) {
+    prefetch_scale(params.k_scale, blockIdx.x);
+    prefetch_scale(params.v_scale, blockIdx.x);
   }
 }
 

@@ -38,6 +38,8 @@ __device__ __forceinline__ float exponent_of(float magnitude) {
 // One ldmatrix loads two vectors of each token: one step of 16-bit elements, two of 8-bit ones.
 inline constexpr int kStepsPerLoad = kQuantized ? 2 : 1;
 inline constexpr int kLoads = ceil_div(kSteps, kStepsPerLoad);
+inline constexpr int kHeldLoads = ceil_div(kHeldSteps, kStepsPerLoad);  // of values
+static_assert(!kChainPerCta || kOwnedSteps % kStepsPerLoad == 0, "no warps share a load of values");
 
 __device__ __forceinline__ void key_operand(uint32_t (&keys)[4], const uint32_t (&words)[4],
                                             int half) {

@@ -25,8 +25,8 @@ class Mainloop {
     // Offsets of this lane's ldmatrix rows in a block of K and of V: row and first vector.
     const int key_row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
     key_offset_ = keep(key_row * kStripBytes + (lane / 16 ^ lane % 8) * 16);
-    // step of the head dim
-    const int first = kChainPerCta ? static_cast<int>(threadIdx.x) / 32 * kOwnedSteps : 0;
+    // load of the head dim
+    const int first = kChainPerCta ? static_cast<int>(threadIdx.x) / 32 * kHeldLoads : 0;
     value_offset_ = keep(value_row * kStripBytes + first / 4 * (kStripBytes * kBlockTokens) +
                          ((lane / 8 % 2 ^ lane % 8) * 16 ^ first % 4 * 32));
     queries.take(params_, key_scale);
@@ -283,7 +283,7 @@ class Mainloop {
                                              int query) {
     const uint32_t base = shared_address(block) + value_offset_;
 #pragma unroll
-    for (int load = 0; load < ceil_div(kHeldSteps, kStepsPerLoad); ++load) {
+    for (int load = 0; load < kHeldLoads; ++load) {
       uint32_t words[4], values[4];
       if constexpr (kTake == Take::kByOneQuery) {
         // keeps the compiler from hoisting loads, whose registers the common path needs

@@ -17,7 +17,7 @@ namespace ostinato::decode {
 template <bool kSeveral, class Storage>
 __device__ __forceinline__ void run_serial_chain(Storage& shared, Mainloop& mainloop,
                                                  const Mask& mask, const RingPosition& position,
-                                                 int tile) {
+                                                 int tile, bool token_scales) {
   auto& chain = shared.chain;
   const int warp = warp_index(), lane = threadIdx.x % 32, stage = position.slot;
   const int first_token = tile * kTileTokens + block_offset(0);
@@ -26,8 +26,10 @@ __device__ __forceinline__ void run_serial_chain(Storage& shared, Mainloop& main
   OSTINATO_DELAY(decode_keys_load, warp == 1);
   // Keys past the end of the sequence are arbitrary; the mask discards their scores.
   mainloop.multiply_keys(shared.keys.blocks[stage][warp]);
-  const Scores scores = mainloop.scale(mask, own_token, mask.hides_some(own_token), TokenScales());
-  const Columns own_tops = highest(scores.values[0]);
+  const TokenScales scales =
+      token_scales ? TokenScales(shared.scales[stage][warp]) : TokenScales();
+  const Scores shifted = mainloop.scale(mask, own_token, mask.hides_some(own_token), scales);
+  const Columns own_tops = highest(shifted.values[0]);
   if (lane < 4) {
     chain.tops[warp][lane] = make_float2(own_tops.of[0], own_tops.of[1]);
   }
@@ -43,7 +45,7 @@ __device__ __forceinline__ void run_serial_chain(Storage& shared, Mainloop& main
       maximum.of[1] = fmaxf(top.y, maximum.of[1]);
     }
   }
-  const Columns own_sums = mainloop.weigh_tile(0, maximum, scores.values[0], TokenScales());
+  const Columns own_sums = mainloop.weigh_tile(0, maximum, shifted.values[0], scales);
   const uint2 own_weights = mainloop.weights();
   chain.weights[warp][lane] =
       make_uint4(own_weights.x, own_weights.y, __float_as_uint(own_sums.of[0]),

@@ -34,7 +34,7 @@ class AttentionDecode(Variant):
             many tokens, a multiple of 64, and a result does not depend on other sequences.
         cluster: CTAs, 1, 2, 4 or 8, that share what is one's otherwise, and add up their results
             in each other's shared memory. With splits 1, or 4 with the same bits: for 8 columns of
-            up to 128 and a cache of `dtype`.
+            up to 128, more than 64 with a cache of 8 bits.
     """
 
     family: ClassVar[str] = "attention_decode"
@@ -65,7 +65,9 @@ class AttentionDecode(Variant):
                 f"head_dim: got {self.head_dim}, expected a multiple of 16 from 16 to 256"
             )
         if self.split_tokens:
-            shared = self.columns == 8 and self.head_dim <= 128 and self.kv_dtype == self.dtype
+            # A warp loads 32 elements of 8 bits at once, and has a fourth of the head dim.
+            least = 0 if self.kv_dtype == self.dtype else 64
+            shared = self.columns == 8 and least < self.head_dim <= 128
             check("cluster", self.cluster, (1, 4) if shared else (1,))
         tile = self.cluster * _DECODE_TILE
         if self.split_tokens < 0 or self.split_tokens % tile:
@@ -120,9 +122,9 @@ def decode_cluster(
     alone = 1
     if not copy_pages or columns > _MOST_COLUMNS_OF_CLUSTERS:
         return alone
-    least_work = columns == 8 and not quantized  # for a byte of the cache
     if batch_invariant:
-        return 4 if load == "few" and least_work and 64 < head_dim <= 128 else alone
+        return 4 if load == "few" and columns == 8 and 64 < head_dim <= 128 else alone
+    least_work = columns == 8 and not quantized  # for a byte of the cache
     if head_dim > 128:
         return 2 if least_work and load in ("few", "some") else alone
     if load == "many":

@@ -23,7 +23,7 @@ from ..linear.gemm_operands import aligned_copy, is_aligned, row_stride
 from ..linear.gemm_variants import DTYPES_16_BIT, GEMM_DTYPES, out_dtypes
 from ..linear.packed_weight import TILE_CHANNELS
 from .packed_experts import pack, tiles_of_expert
-from .plan import TILE_TOKENS
+from .plan import TILE_TOKENS, balanced_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -
     Args:
         variant: the kernel.
         sms: multiprocessors of the GPU.
-        tiles: most row tiles that there may be.
+        tiles: row tiles of a balanced routing.
         expert_tiles: tiles of 16 channels of an expert.
     """
     most = variant.channels // TILE_CHANNELS
@@ -149,7 +149,8 @@ def moe_gemm(
             block_scales=x_scale is not None and x_scale.dim() == 2,
         )
         _, sms = gpu(device)
-        cut = tile_channels(variant, sms, tiles.size(0), tiles_of_expert(channels, gated))
+        expected = balanced_tiles(rows.size(0), experts, tile_tokens)
+        cut = tile_channels(variant, sms, expected, tiles_of_expert(channels, gated))
         stream = current_stream(device)
         load(variant, device=device, stream=stream).launch(
             x=x.data_ptr(),

@@ -79,6 +79,12 @@ def most_tiles(slots: int, experts: int, tile_tokens: int) -> int:
     return min(slots, min(experts, slots) + slots // tile_tokens)
 
 
+def balanced_tiles(slots: int, experts: int, tile_tokens: int) -> int:
+    """Return how many token tiles `slots` rows make if each expert has as many."""
+    chosen = min(experts, slots)
+    return chosen * ceil_div(slots, max(1, chosen) * tile_tokens)
+
+
 def empty_plan(tokens: int, top_k: int, experts: int, device: torch.device) -> MoePlan:
     """Return memory for the plan of these tokens."""
     slots = tokens * top_k

@@ -55,7 +55,7 @@ def test_rows_are_those_of_all_ranks(form: str) -> None:
     assert not first.unsupported
     name = {"sum": "ostinato_bf16"}.get(form, f"ostinato_{form}")
     assert [row.impl for row in first.rows] == [name, "torch"]
-    assert first.rows[0].peer == "torch"
+    assert first.rows[0].peer == "torch"  # however slow
     assert first.rows[0].section == "all_reduce"
 
 

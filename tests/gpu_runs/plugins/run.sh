@@ -16,7 +16,8 @@
 #   serve         docs/integrations/vllm.md as far as it goes: vllm serve examples/tiny-llama
 #                                                                                            90
 #
-# V    vLLM's unpacked site, of whose folders vllm_0.33.0, deps and stubs are on PYTHONPATH. Its
+# V    vLLM's unpacked site, of whose folders vllm_0.33.0, deps and stubs are on PYTHONPATH, before
+#      what is there already: CUTLASS's headers, without which nothing can be compiled. Its
 #      processes must see transformers below 5.21, and the compressed-tensors 0.17 in deps.
 # HF   for the parts transformers and pages: a folder of transformers 5.23, compressed-tensors and
 #      pytest; serve takes uvicorn and httptools from it, where it has them.
@@ -27,7 +28,8 @@
 set -u
 : "${V:?}" "${OUT:?}"
 HF=${HF:-}
-S=$V/vllm_0.33.0:$V/deps:$V/stubs
+S=$V/vllm_0.33.0:$V/deps:$V/stubs${PYTHONPATH:+:$PYTHONPATH}
+H=$HF${PYTHONPATH:+:$PYTHONPATH}
 R="python3 tests/compat/vllm/run_vllm.py"
 
 logs() { # PART
@@ -46,13 +48,13 @@ against_vllm() { # PART
 }
 
 against_transformers() {
-  PYTHONPATH=$HF timeout "${LIMIT:-300}" python3 tests/compat/run_transformers.py \
+  PYTHONPATH=$H timeout "${LIMIT:-300}" python3 tests/compat/run_transformers.py \
     --out "$OUT/transformers.json" ${ARGS:-}
   echo "rc $?"
 }
 
 pages() {
-  PYTHONPATH=$HF OMP_NUM_THREADS=1 timeout "${LIMIT:-300}" python3 -m pytest -q -n 4 -m gpu \
+  PYTHONPATH=$H OMP_NUM_THREADS=1 timeout "${LIMIT:-300}" python3 -m pytest -q -n 4 -m gpu \
     tests/compat --ignore tests/compat/vllm
   echo "rc $?"
 }
@@ -90,7 +92,12 @@ serve() {
 for part in "$@"; do
   began=$(date +%s)
   case $part in
-    build) PYTHONPATH=$S $R --build ;;
+    build)
+      PYTHONPATH=$S $R --build || {
+        echo "build failed: nothing is measured"
+        exit 1
+      }
+      ;;
     step | long | texts | ranks) against_vllm "$part" ;;
     transformers) against_transformers ;;
     pages | vllm_tests | serve) "$part" ;;

@@ -118,6 +118,24 @@ inline int __reduce_max_sync(unsigned, int value) {
   }
   return value;
 }
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
+  const emulator::Words* const all = emulator::exchange({value});
+  for (int i = 0; i < emulator::kLanes; ++i) {
+    value = std::max(value, static_cast<uint32_t>(all[i][0]));
+  }
+  return value;
+}
+inline uint32_t __reduce_min_sync(unsigned mask, uint32_t value) {
+  return ~__reduce_max_sync(mask, ~value);
+}
+inline unsigned __match_any_sync(unsigned, int value) {
+  const emulator::Words* const all = emulator::exchange({static_cast<uint32_t>(value)});
+  unsigned bits = 0;
+  for (int i = 0; i < emulator::kLanes; ++i) {
+    bits |= (static_cast<int>(all[i][0]) == value ? 1u : 0u) << i;
+  }
+  return bits;
+}
 inline int __reduce_min_sync(unsigned mask, int value) { return -__reduce_max_sync(mask, -value); }
 inline int __reduce_add_sync(unsigned, int value) {
   const emulator::Words* const all = emulator::exchange({static_cast<uint32_t>(value)});

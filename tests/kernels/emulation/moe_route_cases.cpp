@@ -15,7 +15,7 @@ using ostinato::MoeRouteParams;
 using ostinato::route::Logit;
 
 constexpr int kExpertCounts[] = {1, 4, 8, 60, 128, 160, 512};
-constexpr int kTokenCounts[] = {0, 1, 2, 17, 64, 65, 100};
+constexpr int kTokenCounts[] = {0, 1, 2, 17, 64, 33, 150, 700};
 constexpr int kTileTokens[] = {8, 16, 32};
 
 struct Case {

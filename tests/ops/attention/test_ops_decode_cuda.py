@@ -132,11 +132,13 @@ def test_every_load_has_a_kernel(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"cluster": 2}, {"cluster": 4, "columns": 16}, {"cluster": 4, "kv_dtype": "int8"}]
+    "fields",
+    [{"cluster": 2}, {"cluster": 4, "columns": 16}, {"cluster": 4, "kv_dtype": "e4m3", "dim": 64}],
 )
 def test_a_cluster_of_other_bits_is_refused(fields: dict[str, Any]) -> None:
+    dim = fields.pop("dim", 128)
     with pytest.raises(ValueError, match=f"cluster: got {fields['cluster']}, expected 1"):
-        AttentionDecode(head_dim=128, dtype="bf16", split_tokens=SPLIT_TOKENS, **fields)
+        AttentionDecode(head_dim=dim, dtype="bf16", split_tokens=SPLIT_TOKENS, **fields)
 
 
 @pytest.mark.parametrize(

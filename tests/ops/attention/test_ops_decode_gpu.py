@@ -215,6 +215,8 @@ def test_batch_invariant_rows_do_not_depend_on_other_sequences(heads: tuple[int,
     [
         *({}, {"window": (700, -1)}, {"softcap": 3.0}, {"sinks": True}),
         *({"max_seqlen_q": 2}, {"max_seqlen_q": 2, "window": (90, -1)}),
+        *({"cache_dtype": torch.int8}, {"cache_dtype": torch.float8_e4m3fn, "scale_kind": "token"}),
+        {"cache_dtype": torch.float8_e4m3fn, "max_seqlen_q": 2, "window": (90, -1)},
     ],
     ids=str,
 )
