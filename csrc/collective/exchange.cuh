@@ -58,9 +58,6 @@ template <typename T, int kRanks, int kVectors, typename Receive, typename Finis
 __device__ __forceinline__ void all_to_all(const CollectiveParams& p, const Part& part,
                                            Mailbox<kRanks>& mailbox, const Receive& receive,
                                            const Finish& finish) {
-  if (part.rows == 0) {
-    return;
-  }
   const uint32_t segment = p.m * part.vectors;
   // The first row: asked for before the mailbox's words, not behind them, and not loaded again.
   constexpr bool kHoldsRow = kVectors <= 2;
@@ -122,9 +119,6 @@ __device__ __forceinline__ void sum_in_one_shot(const CollectiveParams& p, const
 template <typename T, int kRanks, int kVectors, typename Finish>
 __device__ __forceinline__ void sum_in_two_shots(const CollectiveParams& p, const Part& part,
                                                  Mailbox<kRanks>& mailbox, const Finish& finish) {
-  if (part.rows == 0) {
-    return;
-  }
   mailbox.open();
   const int32_t size = p.size;
   const uint32_t segment = (p.m + size - 1) / size * part.vectors;

@@ -5,7 +5,7 @@
 // is its own flag, and no fence stands between them. Launch e clears the region of launch e - 1:
 // all of that has been read. Its next use is in launch e + 2, for which others send only once they
 // have what this rank sent in launch e + 1, after the clearing. So a launch without rows, in which
-// nobody waits, is no epoch: it does not open the mailbox.
+// nobody waits, must be no epoch: it leaves the mailbox closed.
 //
 // Waiting is bounded. When it ends in vain, an error is left in the control block and in memory of
 // the host, what has not come is taken as NaN, and neither this launch nor later ones wait again.
@@ -51,7 +51,6 @@ class Mailbox {
     gave_up_ = load_word(&control_->error) != 0;
     offset_ = epoch_ % 3 * region_;
     own_ += offset_;
-    is_open_ = true;
   }
 
   // Sends a vector to every other rank, as the vector of this index.
@@ -138,9 +137,6 @@ class Mailbox {
 
   // Ends the launch: called by all threads of each of `ctas` CTAs, at last.
   __device__ __forceinline__ void close(uint32_t used, uint32_t ctas) const {
-    if (!is_open_) {
-      return;
-    }
     __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence();  // this CTA has read the words that the last one changes
@@ -207,7 +203,6 @@ class Mailbox {
   uint32_t used_ = 0;
   uint32_t tries_ = 0;
   bool gave_up_ = false;
-  bool is_open_ = false;
 };
 
 }  // namespace
