@@ -1,7 +1,8 @@
 // Sums of rows over ranks, and rows of all ranks: who sends what, and in which order.
 //
-// No rank waits before it has sent all that does not depend on others, so that launches of which
-// every CTA is resident end whatever the order in which CTAs run.
+// A CTA takes its rows in order, and waits for one only when it has sent this one and those before,
+// or all of its rows. So launches of which every CTA is resident end, whatever the order in which
+// CTAs run: of the rows that are waited for, nobody has to wait to send the first.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +13,9 @@
 
 namespace ostinato {
 namespace {
+
+// How many rows a CTA has sent beyond the one that it waits for: while it adds up, others arrive.
+constexpr int32_t kRowsAhead = 2;
 
 // What a CTA does of a launch, as every thread of it knows it.
 struct Part {
@@ -75,19 +79,24 @@ __device__ __forceinline__ void all_to_all(const CollectiveParams& p, const Part
     return kHoldsRow && row == part.cta ? first_row[v] : load_own<T>(p, row, vector);
   };
   mailbox.open();
-  for (int32_t row = part.cta; row < part.rows; row += part.ctas) {
+  const auto send = [&](int32_t row) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t vector = v * part.threads + part.thread;
-      if (vector < part.vectors) {
+      if (row < part.rows && vector < part.vectors) {
         mailbox.send_to_others(p.rank * segment + row * part.vectors + vector,
                                own_at(row, v, vector));
       }
     }
+  };
+  const int32_t ahead = kRowsAhead * part.ctas;
+  for (int32_t row = part.cta; row < part.cta + ahead; row += part.ctas) {
+    send(row);
   }
   OSTINATO_DELAY(collective_clear, part.thread / 32 == 0);
   mailbox.clear(part.cta * part.threads + part.thread, part.ctas * part.threads);
   for (int32_t row = part.cta; row < part.rows; row += part.ctas) {
+    send(row + ahead);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t vector = v * part.threads + part.thread;

@@ -15,6 +15,7 @@ from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 from ..common.device import KERNEL_NAMES
+from ..common.sizes import ceil_div
 from ..linear.quantize_cuda import GROUP
 
 MOST_RANKS = 8
@@ -158,8 +159,9 @@ def launches_of(
     held = region_vectors // row_vectors
     # Of two shots: each rank's rows that this one adds up, a size-th of them, and all sums.
     most = (held - size) // 2 if two_shot else held // size
-    for first in range(0, rows, most):
-        yield Rows(first, min(most, rows - first), two_shot)
+    each = ceil_div(rows, max(1, ceil_div(rows, most)))  # a short last one would take a trip, too
+    for first in range(0, rows, max(1, each)):
+        yield Rows(first, min(each, rows - first), two_shot)
 
 
 @cache

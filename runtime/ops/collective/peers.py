@@ -24,7 +24,7 @@ from .communicator import (
     GroupCommunicator,
 )
 
-DEFAULT_REGION_BYTES = 16 << 20
+DEFAULT_REGION_BYTES = 64 << 20  # a prompt's chunk of 2048 rows of 16 KB, of two ranks
 _REGIONS = 3
 _STOPPED = 0x100  # as in csrc/collective/params.h
 _CONTROL = struct.Struct("<8QQ4I")  # CollectiveControl there

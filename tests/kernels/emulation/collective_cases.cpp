@@ -60,7 +60,7 @@ Case make_case(std::mt19937_64& random, bool with_dead) {
   for (int i = 0; i < count; ++i) {
     Launch launch = {};
     launch.form = static_cast<Form>(draw(0, 2));
-    launch.rows = draw(1, 5);
+    launch.rows = draw(1, 8);
     // None as often as some: a rank that has nothing to wait for gets ahead of the others.
     const int kind = draw(0, 5);
     launch.active = kind == 0 ? 0 : kind == 1 ? draw(1, launch.rows) : launch.rows;

@@ -19,7 +19,12 @@ from ostinato.ops.collective.collective_cuda import (
     width_of,
 )
 from ostinato.ops.collective.communicator import CommunicatorError
-from ostinato.ops.collective.peers import PeerCommunicator, connect_peers, local_peers
+from ostinato.ops.collective.peers import (
+    DEFAULT_REGION_BYTES,
+    PeerCommunicator,
+    connect_peers,
+    local_peers,
+)
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 MIB = 1 << 20
@@ -73,6 +78,13 @@ def test_many_bytes_take_two_shots(size: int, kib: int, two_shot: bool) -> None:
     count = (kib << 10) // (512 * VECTOR)
     parts = list(launches_of(count, 512, size, 1 << 24))
     assert [part.two_shot for part in parts] == [two_shot] * len(parts)
+
+
+def test_rows_are_divided_evenly_among_launches() -> None:
+    parts = list(launches_of(2048, 1024, 4, DEFAULT_REGION_BYTES // VECTOR))
+    assert [part.count for part in parts] == [1024, 1024]
+    (whole,) = launches_of(2048, 1024, 2, DEFAULT_REGION_BYTES // VECTOR)
+    assert whole.count == 2048
 
 
 @pytest.mark.parametrize("elements", [8, 8 * 7, 8 * 2048, 8 * 2049, 8 * 4008, 32064, 128256])

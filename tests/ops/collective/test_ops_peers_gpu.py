@@ -36,7 +36,8 @@ class Ranks:
 
     def __init__(self, size: int, *, timeout_s: float = PATIENCE_S) -> None:
         self.peers: list[PeerCommunicator] = []
-        for rank in local_peers(size, DEVICE, timeout_s=timeout_s):
+        # So that many rows take several launches.
+        for rank in local_peers(size, DEVICE, timeout_s=timeout_s, region_bytes=16 << 20):
             assert isinstance(rank, PeerCommunicator)
             self.peers.append(rank)
         self.streams = [torch.cuda.Stream(DEVICE) for _ in self.peers]
