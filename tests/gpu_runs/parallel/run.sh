@@ -56,9 +56,10 @@ timed() { # NAME LIMIT COMMAND...
   local name=$1 limit=$2 start=$SECONDS
   shift 2
   say "$name begins"
-  PYTHONPATH=$OURS timeout -k 5 "$limit" "$@" >"$W/$name.log" 2>&1
+  local log=${LOG:-$W/$name.log}
+  PYTHONPATH=$OURS timeout -k 5 "$limit" "$@" >"$log" 2>&1
   say "$name: exit code $?, $((SECONDS - start)) s"
-  grep -v "^\(capturing\|captured\|compil\|\*\*\*\)" "$W/$name.log" | tail -n "${LINES_OF:-40}" |
+  grep -v "^\(capturing\|captured\|compil\|\*\*\*\)" "$log" | tail -n "${LINES_OF:-40}" |
     cut -c1-240 | tee -a "$OUT/parallel.log"
 }
 
@@ -79,9 +80,8 @@ tests() {
   local marks=(-m gpu)
   [ "$CPU" = 1 ] && marks=(-m gpu --collect-only)
   # -v writes a line for each test, so that what is cut off loses nothing.
-  LINES_OF=30 timed tests 120 "$PY" -m pytest -v -rfE "${marks[@]}" -p no:cacheprovider \
+  LOG=$OUT/tests.txt LINES_OF=30 timed tests 120 "$PY" -m pytest -v -rfE "${marks[@]}" -p no:cacheprovider \
     --timeout 60 tests/parallel tests/graphs/process_group tests/ops/collective
-  cp "$W/tests.log" "$OUT/tests.txt"
 }
 
 replays() {

@@ -16,7 +16,7 @@ class RandomWeights:
         Near zero a GPU takes less power, and may be faster.
         """
         model = self.get_model()
-        generator = torch.Generator("cuda").manual_seed(1)
+        generator = torch.Generator(next(model.parameters()).device).manual_seed(1)
         count = 0
         for name, parameter in model.named_parameters():
             x = parameter.data
