@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -129,11 +129,17 @@ class Ranks:
             if device.type != "cuda":
                 return GroupCommunicator(self.group, device)
             seconds = _GIVE_UP * self.timeout_s
-            communicator = connect_peers(self.group, device, timeout_s=seconds)
+            communicator = connect_peers(
+                self.group, device, timeout_s=seconds, exchange=self._exchange
+            )
         if isinstance(communicator, PeerCommunicator):
             self._peers.append(communicator)
             self.on_failure(lambda failure: communicator.stop(str(failure)))
         return communicator
+
+    def _exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of each rank; who does not come is named."""
+        return self.channel.meet("peer memory", list(numbers))
 
     def check(self) -> None:
         """Check that no collective has failed whose work the device has ended.

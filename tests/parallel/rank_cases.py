@@ -388,6 +388,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def fewer_pages(case: dict[str, Any], ranks: Ranks, fault: Fault, tell: Tell) -> None:
     """Every rank has as many pages as the one with the fewest."""
     engine = make_engine(ranks, fault, num_pages=40 - ranks.rank)
+    # As they say where their memory is.
+    assert ranks._exchange([ranks.rank, 7]) == [[rank, 7] for rank in range(ranks.size)]
     tell(pages=engine.cache.usable_pages)
 
 

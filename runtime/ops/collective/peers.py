@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
 from threading import Barrier, BrokenBarrierError
 from typing import Any
@@ -23,6 +24,9 @@ from .communicator import (
     CommunicatorError,
     GroupCommunicator,
 )
+
+# What every rank says, in rank order, of what this one says.
+Exchange = Callable[[Sequence[int]], list[list[int]]]
 
 DEFAULT_REGION_BYTES = 64 << 20  # a prompt's chunk of 2048 rows of 16 KB, of two ranks
 _REGIONS = 3
@@ -292,6 +296,7 @@ def connect_peers(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     region_bytes: int = DEFAULT_REGION_BYTES,
+    exchange: Exchange | None = None,
 ) -> Communicator:
     """Return the communicator of this process for GPUs of one host: a collective of the group.
 
@@ -303,6 +308,8 @@ def connect_peers(
         device: this rank's GPU.
         timeout_s: how long a rank waits for the others, above 0.
         region_bytes: of a third of a rank's buffer.
+        exchange: returns the numbers that each rank has, in rank order, and raises where a rank
+            does not come; by default a collective of the group, which may wait for ever.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -312,7 +319,10 @@ def connect_peers(
     device = torch.device("cuda", device_index(device))
     ranks = GroupCommunicator(group, device)
     _checked_timeout(timeout_s)
-    if not _all_reach_each_other(ranks):
+    if exchange is None:
+        exchange = partial(_of_all_ranks, ranks)
+    # Also so that none waits for another in what follows, where torch lets no thread run.
+    if not _all_reach_each_other(ranks, exchange):
         return ranks
     region_bytes = _checked_region(region_bytes, ranks.size)
     # Imported here: torch on a machine without CUDA may lack it.
@@ -322,16 +332,16 @@ def connect_peers(
     mapped = symmetric_memory.rendezvous(memory, group.group_name)
     # Torch maps whole allocations, in which a rank's memory may begin behind others'.
     offset = memory.data_ptr() - mapped.buffer_ptrs[ranks.rank]
-    offsets = _of_all_ranks(ranks, [offset])
+    offsets = exchange([offset])
     communicator = PeerCommunicator(
         ranks.rank,
         [base + at for base, [at] in zip(mapped.buffer_ptrs, offsets, strict=True)],
         memory,
-        lambda: distributed.barrier(group),
+        lambda: exchange([0]),
         timeout_s=timeout_s,
     )
     communicator.keep(mapped)
-    distributed.barrier(group)
+    exchange([0])
     return communicator
 
 
@@ -339,11 +349,11 @@ def _host_words() -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, pin_memory=True)
 
 
-def _all_reach_each_other(ranks: GroupCommunicator) -> bool:
+def _all_reach_each_other(ranks: Communicator, exchange: Exchange) -> bool:
     """Return whether each rank's GPU can address the memory of all others: a collective."""
     index = device_index(ranks.device)
     host = int.from_bytes(sha256(socket.gethostname().encode()).digest()[:7], "big")
-    places = _of_all_ranks(ranks, [host, index])
+    places = exchange([host, index])
     others = [place for rank, place in enumerate(places) if rank != ranks.rank]
     reaches = (
         ranks.size <= cuda.MOST_RANKS
@@ -353,7 +363,7 @@ def _all_reach_each_other(ranks: GroupCommunicator) -> bool:
         and all(other != index and other < torch.cuda.device_count() for _, other in others)
         and all(torch.cuda.can_device_access_peer(index, other) for _, other in others)
     )
-    return all(reached for [reached] in _of_all_ranks(ranks, [int(reaches)]))
+    return all(reached for [reached] in exchange([int(reaches)]))
 
 
 def _of_all_ranks(ranks: GroupCommunicator, numbers: Sequence[int]) -> list[list[int]]:
