@@ -6,7 +6,7 @@
 
 #include "common/pack_pair.cuh"
 #include "config.cuh"
-#include "mma.cuh"
+#include "gemm_w8a8/tiled/wgmma.cuh"
 
 namespace ostinato::moe {
 
@@ -25,8 +25,11 @@ class Epilogue {
       : params_(params),
         plan_(plan),
         lane_(threadIdx.x % 32),
-        // Of the MMA's rows, the first of the two that the thread has of each block.
-        row_(warpgroup * kBlocks * kMmaRows + threadIdx.x % kWarpgroup / 32 * 16 + lane_ / 4) {}
+        // From one lane: where the compiler does not know that it is the same for all, lanes may
+        // part for it, and nothing of the whole loop over tiles is in uniform registers.
+        warp_row_(__shfl_sync(
+            0xffffffff, warpgroup * kBlocks * kMmaRows + threadIdx.x % kWarpgroup / 32 * 16, 0)),
+        row_(warp_row_ + lane_ / 4) {}
 
   // Loads where this thread's rows go, and the scales of its rows and of few channels: before the
   // mainloop, so that nothing waits for them behind it.
@@ -213,8 +216,8 @@ class Epilogue {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const int first = row_ + block * kMmaRows;  // of the tile's channels
-        if (first / 16 * 16 >= plan_.tile_channels) {
-          continue;  // of another tile; the same for all lanes
+        if (warp_row_ + block * kMmaRows >= plan_.tile_channels) {
+          continue;  // of another tile
         }
         const Sum* const of_group = &sums[block][group * 4];
         if (gated) {
@@ -254,7 +257,9 @@ class Epilogue {
   const MoeLinearParams& params_;
   const Plan& plan_;
   const int lane_;
-  const int row_;
+  // Of the MMA's rows, the first that the warp has of its first block, and the first of the two
+  // that the thread has of it.
+  const int warp_row_, row_;
   // Two of each block of rows or, where tokens are columns, of each 8.
   static constexpr int kRows = 2 * (kTokenRows ? kBlocks : kTokens / 8);
   Row rows_[kRows];

@@ -11,8 +11,9 @@ namespace ostinato {
 // slot,
 //   y[c] = x_scale[x_row] * (w_scale[expert][c] * sum_k x[x_row][k] w[expert][c][k])
 //   out[out_row][c] = y[c], or gated, of half as many channels, silu(y[c]) * y[n / 2 + c].
-// With operands of 16 bits there are no scales. With block scales a group is 128 of K, and
-//   y[c] = sum_group x_scale[group][x_row] * w_scale[expert][group][c / 8] * sum_k x w.
+// With operands of 16 bits there are no scales. With block scales a group is 128 of K, s is 8 or
+// 128, and
+//   y[c] = sum_group x_scale[group][x_row] * w_scale[expert][group][c / s] * sum_k x w.
 struct MoeLinearParams {
   OSTINATO_FIELDS_BEGIN(MoeLinearParams);
   OSTINATO_FIELD(const void*, x);  // rows of k elements, aligned to 16 bytes
