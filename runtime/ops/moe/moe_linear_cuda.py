@@ -152,13 +152,15 @@ def moe_gemm(
         if not is_aligned(x):
             x = aligned_copy(x)
         w_scale = None if w_scale is None else w_scale.contiguous()
-        in_blocks = w_scale is not None and w_scale.dim() == 3
+        shared = 0  # channels that share a scale of a block
+        if w_scale is not None and w_scale.dim() == 3:
+            shared = scale_channels(w_scale[0], channels)
         variant = MoeLinear(
             dtype=KERNEL_NAMES[x.dtype],
             out_dtype=KERNEL_NAMES[out.dtype],
             tokens=tile_tokens,
-            block_scales=in_blocks,
-            scale_channels=scale_channels(w_scale[0], channels) if in_blocks else SCALE_CHANNELS,
+            block_scales=shared > 0,
+            scale_channels=shared or SCALE_CHANNELS,
         )
         _, sms = gpu(device)
         cut = tile_channels(variant, sms, tiles.size(0), tiles_of_expert(channels, gated))
@@ -168,7 +170,7 @@ def moe_gemm(
             x_stride=row_stride(x),
             w=w.data_ptr(),
             x_scale=address_of(x_scale),
-            x_scale_stride=x_scale.stride(0) if in_blocks and x_scale is not None else 0,
+            x_scale_stride=x_scale.stride(0) if shared and x_scale is not None else 0,
             w_scale=address_of(w_scale),
             rows=rows.data_ptr(),
             tiles=tiles.data_ptr(),

@@ -20,8 +20,13 @@ _CASES = effort(6, 40)
 
 def _variant(dtype: str, out_dtype: str, tokens: int, *, blocks: int = 0) -> MoeLinear:
     """Return a kernel; `blocks` is how many channels share a scale of a block."""
-    options = {"block_scales": True, "scale_channels": blocks} if blocks else {}
-    return MoeLinear(dtype=dtype, out_dtype=out_dtype, tokens=tokens, **options)
+    return MoeLinear(
+        dtype=dtype,
+        out_dtype=out_dtype,
+        tokens=tokens,
+        block_scales=blocks > 0,
+        scale_channels=blocks or 8,
+    )
 
 
 _FEW = _variant("int8", "bf16", 8)
