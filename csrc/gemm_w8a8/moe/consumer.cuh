@@ -27,6 +27,10 @@ class Consumer : Mainloop {
     const int count = tiles * plan_.channel_tiles;
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       const WorkTile tile = work_tile_at(params_, plan_, tiles, index);
+      if (!has_rows(tile)) {
+        pass(position);
+        continue;
+      }
       epilogue.fetch(tile);
       Sum sums[kBlocks][kSums];
 #if OSTINATO_BLOCK_SCALES
@@ -39,6 +43,23 @@ class Consumer : Mainloop {
   }
 
  private:
+  // Whether any row of a tile is this warpgroup's. Of an expert's last tile maybe none is, and then
+  // all MMAs are the other one's.
+  __device__ __forceinline__ bool has_rows(const WorkTile& tile) const {
+    constexpr int kRows = kBlocks * kMmaRows;
+    const int some = warpgroup_ * kRows < tile.rows ? 1 : 0;
+    return !kTokenRows || kConsumers == 1 || __shfl_sync(0xffffffff, some, 0) != 0;
+  }
+
+  // Releases the stages of a tile.
+  __device__ __forceinline__ void pass(RingPosition& position) {
+    for (int step = 0; step < plan_.depth_steps; ++step) {
+      wait_full(position);
+      release(position.slot);
+      position.advance(plan_.stages);
+    }
+  }
+
   // A template, so that only the variant's own mainloop has to suit its pieces.
   template <class Sums>
   __device__ __forceinline__ void sum(Sums& sums, RingPosition& position) {
