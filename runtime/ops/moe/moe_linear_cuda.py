@@ -106,7 +106,8 @@ def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -
     """Return how many channels of an expert a CTA multiplies at once.
 
     As many as are compiled, or fewer where that spreads few tiles more evenly over the SMs: what
-    counts is how many weights the busiest one reads.
+    counts is how many weights the busiest one reads. Tiles of the most rows wait for their MMAs,
+    which are of all channels that are compiled, whatever is read.
 
     Args:
         variant: the kernel.
@@ -114,6 +115,8 @@ def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -
         tiles: most row tiles that there may be.
         expert_tiles: tiles of 16 channels of an expert.
     """
+    if variant.tokens == TILE_TOKENS[-1]:
+        return variant.channels
     most = variant.channels // TILE_CHANNELS
 
     def busiest(size: int) -> int:

@@ -12,6 +12,7 @@ from ops_cases import E4M3, FLOATS, assert_same_bits, int32
 
 from ostinato import ops
 from ostinato.ops import reference
+from ostinato.ops.moe.moe_linear_cuda import MoeLinear, tile_channels
 from ostinato.ops.moe.moe_linear_torch import multiply_slot_by_slot
 
 
@@ -223,3 +224,13 @@ def test_the_way_of_gpus_without_a_kernel(form: str, activation: str | None, to:
     there[plan.rows[:used].long()] |= to == "slots"
     assert_near(out[there], exact[there], k)
     assert (out[~there] == 7).all()
+
+
+def test_tiles_are_cut_where_that_spreads_the_reads_of_weights() -> None:
+    few = MoeLinear(dtype="int8", out_dtype="bf16", tokens=8)
+    # 8 rows of an expert: 8 tiles of 96 x 16 channels on 132 SMs, in one round of 6 or in two.
+    assert tile_channels(few, 132, 8, 96) == 96
+    assert tile_channels(few, 132, 1, 2048) == 128
+    many = MoeLinear(dtype="int8", out_dtype="bf16", tokens=128)
+    # A CTA would read fewer weights in 34 rounds of 224 channels, but its MMAs are of 256.
+    assert tile_channels(many, 132, 640, 96) == 256
