@@ -69,7 +69,7 @@ class Epilogue {
   // Where a row of x goes, and its scale.
   struct Row {
     float scale;
-    int64_t out;  // -1: it does not exist
+    int out;  // -1: it does not exist
   };
 
   __device__ __forceinline__ Row row_of(const WorkTile& tile, int row) const {
@@ -80,8 +80,7 @@ class Epilogue {
     const int slot = params_.rows[of_plan];
     const bool to_experts = params_.to_experts != 0;
     const int x_row = to_experts ? slot / params_.top_k : of_plan;
-    return {kResultScales ? params_.x_scale[x_row] : 1.0F,
-            int64_t(to_experts ? of_plan : slot) * params_.out_stride};
+    return {kResultScales ? params_.x_scale[x_row] : 1.0F, to_experts ? of_plan : slot};
   }
 
   // Of a channel of the weight; 1 where sums are scaled already.
@@ -95,13 +94,16 @@ class Epilogue {
     return kResultScales ? __fmul_rn(x_scale, __fmul_rn(w_scale, sum_of(sum))) : sum_of(sum);
   }
 
+  __device__ __forceinline__ Output* out_of(int row) const {
+    return static_cast<Output*>(params_.out) + row * params_.out_stride;
+  }
+
   // Stores two adjacent channels of a row of out.
-  __device__ __forceinline__ void store_pair(int64_t row, int channel, float low,
-                                             float high) const {
+  __device__ __forceinline__ void store_pair(int row, int channel, float low, float high) const {
     if (row < 0 || channel >= plan_.width) {
       return;
     }
-    Output* const out = static_cast<Output*>(params_.out) + row + channel;
+    Output* const out = out_of(row) + channel;
     if (plan_.aligned_out != 0 && channel + 1 < plan_.width) {
       if constexpr (sizeof(Output) == 4) {
         *reinterpret_cast<float2*>(out) = make_float2(low, high);
@@ -159,7 +161,7 @@ class Epilogue {
   }
 
   // Stores a quad's 8 channels, `eights` times, of a row of out.
-  __device__ __forceinline__ void store_eights(int64_t row, int channel, int eights,
+  __device__ __forceinline__ void store_eights(int row, int channel, int eights,
                                                const float (&y)[4][2]) const {
     if constexpr (sizeof(Output) == 2) {
       if (plan_.vector_out != 0) {
@@ -172,7 +174,7 @@ class Epilogue {
         const int mine = lane_ % 4;
         const int at = channel + mine * 8;
         if (row >= 0 && mine < eights && at < plan_.width) {
-          *reinterpret_cast<uint4*>(static_cast<Output*>(params_.out) + row + at) =
+          *reinterpret_cast<uint4*>(out_of(row) + at) =
               make_uint4(words[0], words[1], words[2], words[3]);
         }
         return;

@@ -34,7 +34,7 @@ struct MoeLinearParams {
   OSTINATO_FIELD(int32_t, max_tiles);
   OSTINATO_FIELD(int32_t, to_experts);
   OSTINATO_FIELD(int32_t, gated);
-  // Channels of a CTA's tile, at most those compiled; a multiple of 16. 0: those compiled.
+  // Channels of a CTA's tile, at most those compiled; a multiple of kTileStep. 0: those compiled.
   OSTINATO_OPTIONAL(int32_t, tile_channels);
   // 1: the preceding kernel does not write rows, tiles and n_tiles, and began when they were
   // written; they and weights are read before it has ended.

@@ -11,9 +11,13 @@
 
 namespace ostinato::moe {
 
+// What the channels of a tile are a multiple of.
+inline constexpr int kTileStep = kTokenRows && kScaleChannels == 128 ? kEvenChannels : kPackedRows;
+
 class Stages : public StageOperands<Plan> {
  public:
   static constexpr int kAlternatingScales = moe::kAlternatingScales;
+  static constexpr bool kEvenTiles = true;  // kTileStep; those of 8 channels begin with the tile
 
   __device__ Stages(const Plan& plan, uint8_t* ring, Storage& storage)
       : StageOperands(plan, ring), storage_(storage), releases_(threadIdx.x % 32 == 0) {}

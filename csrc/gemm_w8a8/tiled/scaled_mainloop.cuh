@@ -24,7 +24,7 @@ class ScaledMainloop : public Stages {
                                              Sum (&sums)[kBlocks][kSums], RingPosition& position) {
     constexpr int kAlternating = Stages::kAlternatingScales;
     this->clear(sums);
-    if (kEvenChannels == kPackedRows || work_tile.channel % kEvenChannels == 0) {
+    if (Stages::kEvenTiles || work_tile.channel % kEvenChannels == 0) {
       sum_scaled_by<ColumnScales<kEvenChannels, kAlternating>>(work_tile, steps, sums, position);
     } else {
       sum_scaled_by<ColumnScales<kPackedRows, kAlternating>>(work_tile, steps, sums, position);

@@ -14,6 +14,8 @@ namespace ostinato::tiled {
 class Stages : public StageOperands<Plan> {
  public:
   static constexpr int kAlternatingScales = 1;
+  // Whether all tiles begin at multiples of kEvenChannels.
+  static constexpr bool kEvenTiles = kEvenChannels == kPackedRows;
 
   __device__ Stages(const Plan& plan, uint8_t* ring, FixedStorage& fixed)
       : StageOperands(plan, ring), fixed_(fixed) {}

@@ -61,7 +61,17 @@ class MoeLinear(Variant):
     @property
     def channels(self) -> int:
         """Most channels of a tile: as many as sums of its rows leave registers for."""
-        return 256 if self.tokens == 128 else 128
+        if self.tokens < 128:
+            return 128
+        few = self.block_scales and self.scale_channels == SCALE_CHANNELS
+        return 192 if few else 256
+
+    @property
+    def channel_step(self) -> int:
+        """What the channels of a smaller tile are a multiple of (csrc: kTileStep)."""
+        if self.scale_channels == SCALE_CHANNELS or self.tokens < 64:
+            return TILE_CHANNELS
+        return self.channels // 2  # of a piece
 
     @property
     def name(self) -> str:
@@ -117,13 +127,13 @@ def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -
     """
     if variant.tokens == TILE_TOKENS[-1]:
         return variant.channels
-    most = variant.channels // TILE_CHANNELS
+    most, step = variant.channels // TILE_CHANNELS, variant.channel_step // TILE_CHANNELS
 
     def busiest(size: int) -> int:
         return ceil_div(tiles * ceil_div(expert_tiles, size), sms) * size
 
     # Narrower ones than half repeat the copies of x too often.
-    return TILE_CHANNELS * min(range(most, most // 2 - 1, -1), key=busiest)
+    return TILE_CHANNELS * min(range(most, most // 2 - 1, -step), key=busiest)
 
 
 def moe_gemm(

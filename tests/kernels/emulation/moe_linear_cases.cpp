@@ -84,7 +84,7 @@ Case make_case(std::mt19937_64& random) {
     made.n = kBlockScales ? round_up(made.n, 2 * kScaleChannels) : 2 * made.n;
   }
   made.k = kDepths[draw(0, std::size(kDepths) - 1)];
-  made.tile_channels = draw(0, 1) != 0 ? 0 : 16 * draw(2, kChannels / 16);
+  made.tile_channels = draw(0, 1) != 0 ? 0 : kTileStep * draw(1, kChannels / kTileStep);
   made.stride = round_up(made.k, 16) + 16 * draw(0, 1);
   // The slots of a token have different experts; some have none, and some experts no token.
   const int first = draw(0, made.experts - made.top_k), spread = draw(made.top_k, made.experts);
