@@ -46,6 +46,12 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def expert_scales(blocks: torch.Tensor, rows: int, *, gated: bool) -> torch.Tensor:
+    """Return the scales of an expert's channels, [gate | up] if gated, of those of its blocks."""
+    parts = [slice(0, rows // 2), slice(rows // 2, rows)] if gated else [slice(0, rows)]
+    return channel_scales([(blocks, part) for part in parts])
+
+
 def random_decoder(
     config: ModelConfig,
     precision: str,
@@ -136,8 +142,7 @@ class _RandomLoader:
         if self.precision == _BLOCKS:
             found = [quantize_weight_blocks(own, torch.float32) for own in weight.view(shape)]
             values = torch.stack([value for value, _ in found])
-            rows = slice(0, shape[1])
-            scales = [channel_scales([(scale, rows)], channels=8) for _, scale in found]
+            scales = [expert_scales(scale, shape[1], gated=part.gated) for _, scale in found]
             return BlockFP8Experts(values, part.gated, torch.stack(scales), torch.bfloat16)
         values, scale = quantize_weight(weight, dtype_named(self.precision), torch.float32)
         return W8A8Experts(values.view(shape), part.gated, scale.view(shape[:2]), torch.bfloat16)

@@ -2,6 +2,9 @@
 // its own shared memory.
 #pragma once
 
+#include <algorithm>
+
+#include "common/sizes.cuh"
 #include "gemm_w8a8/tiled/config.cuh"
 #include "params.h"
 
@@ -16,12 +19,19 @@ inline constexpr int kTokenWarps = 3;
 inline constexpr int kCtaThreads = (kConsumers + 1) * kWarpgroup;
 
 inline constexpr int kTokenBytes = kTokens * kStageDepth;
-inline constexpr int kScaleCount = kBlockScales ? kMaxStages : 1;
+inline constexpr int kScaleStages = kBlockScales ? kMaxStages : 1;
+// Scales of a block of packed channels: those of a gated weight, which alternate, are gate's and
+// up's. Then a block is half of each.
+inline constexpr int kAlternatingScales = kScaleChannels == 8 ? 1 : 2;
+// Of the channels of a tile, which begins at a multiple of kPackedRows.
+inline constexpr int kTileScales =
+    kAlternatingScales *
+    ceil_div(kChannels + kScaleChannels - std::min(kScaleChannels, kPackedRows), kScaleChannels);
 
 struct alignas(1024) Storage {
-  // Block scales of a stage: of its channels, 8 together, and of its rows.
-  alignas(16) float w_scales[kScaleCount][kUnits][kChannels / kScaleChannels];
-  alignas(16) float x_scales[kScaleCount][kUnits][kTokens];
+  // Block scales of a stage: of its channels, and of its rows.
+  alignas(16) float w_scales[kScaleStages][kUnits][kTileScales];
+  alignas(16) float x_scales[kScaleStages][kUnits][kTokens];
   int32_t x_rows[kTokenWarps][kTokens];  // of the tile that each warp copies
   uint64_t full[kMaxStages];             // of weights
   uint64_t full_tokens[kMaxStages];      // of rows of x, and of block scales
@@ -31,6 +41,7 @@ inline constexpr int kStorageBytes = (sizeof(Storage) + 1023) / 1024 * 1024;
 
 // Derived on the host at launch.
 struct Plan {
+  static constexpr int token_rows = kTokens;  // of a stage
   int stages;
   int stage_bytes;
   int weight_bytes;

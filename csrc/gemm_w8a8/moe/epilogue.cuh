@@ -6,7 +6,7 @@
 
 #include "common/pack_pair.cuh"
 #include "config.cuh"
-#include "mma.cuh"
+#include "gemm_w8a8/tiled/wgmma.cuh"
 
 namespace ostinato::moe {
 
@@ -25,8 +25,11 @@ class Epilogue {
       : params_(params),
         plan_(plan),
         lane_(threadIdx.x % 32),
-        // Of the MMA's rows, the first of the two that the thread has of each block.
-        row_(warpgroup * kBlocks * kMmaRows + threadIdx.x % kWarpgroup / 32 * 16 + lane_ / 4) {}
+        // From one lane: where the compiler does not know that it is the same for all, lanes may
+        // part for it, and nothing of the whole loop over tiles is in uniform registers.
+        warp_row_(__shfl_sync(
+            0xffffffff, warpgroup * kBlocks * kMmaRows + threadIdx.x % kWarpgroup / 32 * 16, 0)),
+        row_(warp_row_ + lane_ / 4) {}
 
   // Loads where this thread's rows go, and the scales of its rows and of few channels: before the
   // mainloop, so that nothing waits for them behind it.
@@ -66,7 +69,7 @@ class Epilogue {
   // Where a row of x goes, and its scale.
   struct Row {
     float scale;
-    int64_t out;  // -1: it does not exist
+    int out;  // -1: it does not exist
   };
 
   __device__ __forceinline__ Row row_of(const WorkTile& tile, int row) const {
@@ -77,8 +80,7 @@ class Epilogue {
     const int slot = params_.rows[of_plan];
     const bool to_experts = params_.to_experts != 0;
     const int x_row = to_experts ? slot / params_.top_k : of_plan;
-    return {kResultScales ? params_.x_scale[x_row] : 1.0F,
-            int64_t(to_experts ? of_plan : slot) * params_.out_stride};
+    return {kResultScales ? params_.x_scale[x_row] : 1.0F, to_experts ? of_plan : slot};
   }
 
   // Of a channel of the weight; 1 where sums are scaled already.
@@ -92,13 +94,16 @@ class Epilogue {
     return kResultScales ? __fmul_rn(x_scale, __fmul_rn(w_scale, sum_of(sum))) : sum_of(sum);
   }
 
+  __device__ __forceinline__ Output* out_of(int row) const {
+    return static_cast<Output*>(params_.out) + row * params_.out_stride;
+  }
+
   // Stores two adjacent channels of a row of out.
-  __device__ __forceinline__ void store_pair(int64_t row, int channel, float low,
-                                             float high) const {
+  __device__ __forceinline__ void store_pair(int row, int channel, float low, float high) const {
     if (row < 0 || channel >= plan_.width) {
       return;
     }
-    Output* const out = static_cast<Output*>(params_.out) + row + channel;
+    Output* const out = out_of(row) + channel;
     if (plan_.aligned_out != 0 && channel + 1 < plan_.width) {
       if constexpr (sizeof(Output) == 4) {
         *reinterpret_cast<float2*>(out) = make_float2(low, high);
@@ -156,7 +161,7 @@ class Epilogue {
   }
 
   // Stores a quad's 8 channels, `eights` times, of a row of out.
-  __device__ __forceinline__ void store_eights(int64_t row, int channel, int eights,
+  __device__ __forceinline__ void store_eights(int row, int channel, int eights,
                                                const float (&y)[4][2]) const {
     if constexpr (sizeof(Output) == 2) {
       if (plan_.vector_out != 0) {
@@ -169,7 +174,7 @@ class Epilogue {
         const int mine = lane_ % 4;
         const int at = channel + mine * 8;
         if (row >= 0 && mine < eights && at < plan_.width) {
-          *reinterpret_cast<uint4*>(static_cast<Output*>(params_.out) + row + at) =
+          *reinterpret_cast<uint4*>(out_of(row) + at) =
               make_uint4(words[0], words[1], words[2], words[3]);
         }
         return;
@@ -213,8 +218,8 @@ class Epilogue {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const int first = row_ + block * kMmaRows;  // of the tile's channels
-        if (first / 16 * 16 >= plan_.tile_channels) {
-          continue;  // of another tile; the same for all lanes
+        if (warp_row_ + block * kMmaRows >= plan_.tile_channels) {
+          continue;  // of another tile
         }
         const Sum* const of_group = &sums[block][group * 4];
         if (gated) {
@@ -254,7 +259,9 @@ class Epilogue {
   const MoeLinearParams& params_;
   const Plan& plan_;
   const int lane_;
-  const int row_;
+  // Of the MMA's rows, the first that the warp has of its first block, and the first of the two
+  // that the thread has of it.
+  const int warp_row_, row_;
   // Two of each block of rows or, where tokens are columns, of each 8.
   static constexpr int kRows = 2 * (kTokenRows ? kBlocks : kTokens / 8);
   Row rows_[kRows];

@@ -21,6 +21,7 @@
 #include "consumer.cuh"
 #include "params.h"
 #include "producer.cuh"
+#include "stages.cuh"
 
 namespace ostinato::moe {
 namespace {
@@ -81,7 +82,7 @@ bool implemented(const MoeLinearParams& params) {
          (params.gated == 0 || params.n % 2 == 0) &&
          (params.gated == 0 || !kBlockScales || params.n % (2 * kScaleChannels) == 0) &&
          aligned(params.x, params.x_stride * kOperandBytes) && params.tile_channels >= 0 &&
-         params.tile_channels <= kChannels && params.tile_channels % kPackedRows == 0;
+         params.tile_channels <= kChannels && params.tile_channels % kTileStep == 0;
 }
 
 bool make_plan(const MoeLinearParams& params, Plan* plan) {

@@ -11,8 +11,9 @@ namespace ostinato {
 // slot,
 //   y[c] = x_scale[x_row] * (w_scale[expert][c] * sum_k x[x_row][k] w[expert][c][k])
 //   out[out_row][c] = y[c], or gated, of half as many channels, silu(y[c]) * y[n / 2 + c].
-// With operands of 16 bits there are no scales. With block scales a group is 128 of K, and
-//   y[c] = sum_group x_scale[group][x_row] * w_scale[expert][group][c / 8] * sum_k x w.
+// With operands of 16 bits there are no scales. With block scales a group is 128 of K, s is 8 or
+// 128, and
+//   y[c] = sum_group x_scale[group][x_row] * w_scale[expert][group][c / s] * sum_k x w.
 struct MoeLinearParams {
   OSTINATO_FIELDS_BEGIN(MoeLinearParams);
   OSTINATO_FIELD(const void*, x);  // rows of k elements, aligned to 16 bytes
@@ -33,7 +34,7 @@ struct MoeLinearParams {
   OSTINATO_FIELD(int32_t, max_tiles);
   OSTINATO_FIELD(int32_t, to_experts);
   OSTINATO_FIELD(int32_t, gated);
-  // Channels of a CTA's tile, at most those compiled; a multiple of 16. 0: those compiled.
+  // Channels of a CTA's tile, at most those compiled; a multiple of kTileStep. 0: those compiled.
   OSTINATO_OPTIONAL(int32_t, tile_channels);
   // 1: the preceding kernel does not write rows, tiles and n_tiles, and began when they were
   // written; they and weights are read before it has ended.

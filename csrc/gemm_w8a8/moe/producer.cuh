@@ -97,6 +97,7 @@ class Producer {
                                               int slot) {
     const int groups = ceil_div(params_.k, kUnitDepth);
     const int scales = ceil_div(params_.n, kScaleChannels);
+    const int of_half = params_.gated != 0 ? scales / 2 : scales;
     const float* const of_expert = params_.w_scale + int64_t(tile.expert) * groups * scales;
     for (int unit = 0; unit < kUnits; ++unit) {
       const int group = step * kUnits + unit;
@@ -106,11 +107,13 @@ class Producer {
                            storage_.x_rows[warp][row],
                        group < groups);
       }
-      for (int i = warp * 32 + lane; i < kChannels / kScaleChannels; i += kTokenWarps * 32) {
+      for (int i = warp * 32 + lane; i < kTileScales; i += kTokenWarps * 32) {
         // Of a gated weight, 8 channels of the gate alternate with the same 8 of up.
-        const int packed = tile.channel / kScaleChannels + i;
-        const int at = params_.gated != 0 ? packed / 2 + packed % 2 * (scales / 2) : packed;
-        const bool exists = group < groups && at < scales;
+        const int block = tile.channel / kScaleChannels + i / kAlternatingScales;
+        const int next = (kAlternatingScales == 1 ? block : i) % 2;
+        const int in_half = params_.gated != 0 ? block / 2 : block;
+        const int at = params_.gated != 0 ? in_half + next * of_half : in_half;
+        const bool exists = group < groups && in_half < of_half;
         copy_word_part(shared_address(&storage_.w_scales[slot][unit][i]),
                        of_expert + (exists ? int64_t(group) * scales + at : 0), exists);
       }

@@ -7,16 +7,18 @@
 
 namespace ostinato::tiled {
 
-// Of a tile: its scales in the boxes of a unit, and where its first channel is in its block.
+// Of a tile: its scales in those of a unit, and where its first channel is in its block.
 struct TileScales {
   const float* x;
   const float* w;
   int in_block;
 };
 
-// The scales of the rows of a unit.
+// The scales of the rows of a unit. Of a block of channels there are kAlternating, and each 8
+// channels have the next of them.
+template <int kAlternating>
 struct RowScales {
-  // `rows` are those of the tile's rows: of tokens or, for each kScaleChannels, of channels.
+  // Those of the tile's rows: of tokens or, for each kScaleChannels, of channels.
   __device__ __forceinline__ void load(const TileScales& tile, int warpgroup) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
 #pragma unroll
@@ -25,8 +27,9 @@ struct RowScales {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = row + half * 8;
+        const int in_block = (tile.in_block + at) / kScaleChannels * kAlternating;
         of[block][half] =
-            kTokenRows ? tile.x[at + lane / 4] : tile.w[(tile.in_block + at) / kScaleChannels];
+            kTokenRows ? tile.x[at + lane / 4] : tile.w[in_block + half % kAlternating];
       }
     }
   }
@@ -43,9 +46,11 @@ inline constexpr int kEvenChannels =
     !kTokenRows ? kPackedRows
                 : greatest_common_divisor(kPieceColumns, kScaleChannels == 8 ? 32 : kScaleChannels);
 
-// The scales of the columns of a piece. Tiles begin at multiples of kEven channels.
-template <int kEven>
+// The scales of the columns of a piece. Tiles begin at multiples of kEven channels. kAlternating is
+// that of the rows.
+template <int kEven, int kAlternating>
 class ColumnScales {
+  static_assert(kScaleChannels != 8 || kAlternating == 1, "all 8 channels of a block have a scale");
   // Columns that share a scale: of tokens none do, but a thread has two of every 8.
   static constexpr int kShared = !kTokenRows ? 4 : kScaleChannels == 8 ? 8 : kEven;
   static constexpr int kCount = kPieceColumns / kShared;
@@ -59,7 +64,7 @@ class ColumnScales {
     if constexpr (!kTokenRows) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        of_[i] = tile.x[first_column + i / 2 * 8 + lane % 4 * 2 + i % 2];
+        of_[i][0] = tile.x[first_column + i / 2 * 8 + lane % 4 * 2 + i % 2];
       }
     } else if constexpr (kScaleChannels == 8) {
       static_assert(kVector == 2 || kVector == 4);
@@ -69,31 +74,36 @@ class ColumnScales {
 #pragma unroll
       for (int i = 0; i < kCount; i += kVector) {
         const Vector vector = vectors[i / kVector];
-        of_[i] = vector.x;
-        of_[i + 1] = vector.y;
+        of_[i][0] = vector.x;
+        of_[i + 1][0] = vector.y;
         if constexpr (kVector == 4) {
-          of_[i + 2] = vector.z;
-          of_[i + 3] = vector.w;
+          of_[i + 2][0] = vector.z;
+          of_[i + 3][0] = vector.w;
         }
       }
     } else {
       const int in_block = kEven == kScaleChannels ? 0 : tile.in_block;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        of_[i] = tile.w[(in_block + first_column + i * kShared) / kScaleChannels];
+        const int block = (in_block + first_column + i * kShared) / kScaleChannels;
+#pragma unroll
+        for (int next = 0; next < kAlternating; ++next) {
+          of_[i][next] = tile.w[block * kAlternating + next];
+        }
       }
     }
   }
 
   // Adds the products of a piece to the sums from `first` on.
   __device__ __forceinline__ void add_scaled(const Sum (&products)[kBlocks][kPieceSums],
-                                             const RowScales& rows, int first,
+                                             const RowScales<kAlternating>& rows, int first,
                                              Sum (&sums)[kBlocks][kSums]) const {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int i = 0; i < kPieceSums; ++i) {
-        const float column = of_[kTokenRows ? i / 4 * 8 / kShared : i / 4 * 2 + i % 2];
+        const float column =
+            kTokenRows ? of_[i / 4 * 8 / kShared][i / 4 % kAlternating] : of_[i / 4 * 2 + i % 2][0];
         const float scale = __fmul_rn(rows.of[block][i / 2 % 2], column);
         sums[block][first + i] = __fmaf_rn(products[block][i], scale, sums[block][first + i]);
       }
@@ -101,7 +111,7 @@ class ColumnScales {
   }
 
  private:
-  float of_[kCount];
+  float of_[kCount][kTokenRows ? kAlternating : 1];
 };
 
 }  // namespace ostinato::tiled

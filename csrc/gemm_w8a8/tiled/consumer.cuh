@@ -22,6 +22,8 @@
 
 namespace ostinato::tiled {
 
+using Mainloop = std::conditional_t<kBlockScales, ScaledMainloop<Stages>, Stages>;
+
 class Consumer : Mainloop {
  public:
   __device__ Consumer(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap& out_map,
@@ -45,8 +47,7 @@ class Consumer : Mainloop {
       epilogue.fetch_tokens(work_tile);
       Sum sums[kBlocks][kSums];
 #if OSTINATO_BLOCK_SCALES
-      clear(sums);
-      sum_scaled(work_tile, sums, position);
+      sum_scaled(work_tile, work_tile.steps, sums, position);
 #else
       if constexpr (kPromote) {
         sum_promoting(work_tile.steps, sums, position);
@@ -142,16 +143,6 @@ class Consumer : Mainloop {
     cute::warpgroup_wait<0>();
     pin(sums);
     release(previous);
-  }
-
-  static __device__ __forceinline__ void clear(Sum (&sums)[kBlocks][kSums]) {
-#pragma unroll
-    for (auto& block : sums) {
-#pragma unroll
-      for (Sum& s : block) {
-        s = 0;
-      }
-    }
   }
 
   // Two-level accumulation: sums of 128 products are added in fp32.

@@ -1,58 +1,31 @@
-// A consumer warpgroup's view of the ring: it waits for stages, finds operands in them, multiplies
-// and releases them.
+// A consumer warpgroup's view of the ring: it waits for stages, finds operands and scales in them,
+// multiplies and releases them.
 #pragma once
 
+#include "block_scales.cuh"
 #include "common/cluster.cuh"
 #include "common/mbarrier.cuh"
 #include "common/ring.cuh"
+#include "stage_operands.cuh"
 #include "tile_scheduler.cuh"
-#include "wgmma.cuh"
 
 namespace ostinato::tiled {
 
-class Stages {
+class Stages : public StageOperands<Plan> {
  public:
+  static constexpr int kAlternatingScales = 1;
+  // Whether all tiles begin at multiples of kEvenChannels.
+  static constexpr bool kEvenTiles = kEvenChannels == kPackedRows;
+
   __device__ Stages(const Plan& plan, uint8_t* ring, FixedStorage& fixed)
-      : plan_(plan),
-        ring_(uniform(shared_address(ring))),
-        fixed_(fixed),
-        warpgroup_(uniform(threadIdx.x / kWarpgroup)) {}
+      : StageOperands(plan, ring), fixed_(fixed) {}
 
  protected:
-  // With block scales every step waits for its MMAs, so that addresses must not take long: what is
-  // from one lane is in uniform registers from here on.
-  template <class Value>
-  static __device__ __forceinline__ Value uniform(Value value) {
-    return kBlockScales ? __shfl_sync(0xffffffff, value, 0) : value;
-  }
-
-  __device__ __forceinline__ Channels channels_of(int slot) const {
-    return operand<Channels>(
-        ring_ + slot * plan_.stage_bytes +
-        (kTokenRows ? 0 : warpgroup_in_tile(warpgroup_) * kBlocks * kMmaRows * kPackedDepth));
-  }
-  __device__ __forceinline__ uint32_t tokens_address(int slot) const {
-    return ring_ + slot * plan_.stage_bytes + plan_.weight_bytes +
-           (kTokenRows ? warpgroup_in_tile(warpgroup_) * kBlocks * kMmaRows * kUnitDepth : 0);
-  }
-  __device__ __forceinline__ Tokens tokens_of(int slot) const {
-    return operand<Tokens>(tokens_address(slot));
-  }
-
   __device__ __forceinline__ void wait_full(const RingPosition& position) {
     wait(&fixed_.full[position.slot], position.parity);
     if (kThrottled) {
       wait(&fixed_.full_tokens[position.slot], position.parity);
     }
-  }
-
-  // Issues the MMAs of a unit of a stage, for the columns from `first_column` on.
-  __device__ __forceinline__ void multiply_unit(Channels channels, Tokens tokens, int unit,
-                                                int first_column, bool accumulate,
-                                                Sum (&sums)[kBlocks][kPieceSums]) const {
-    tiled::multiply_unit(channels, unit * kUnitBlocks * plan_.block_bytes, plan_.block_bytes,
-                         tokens, unit * plan_.token_rows * kUnitDepth, first_column, accumulate,
-                         sums);
   }
 
   // Whether the CTAs of the cluster share the K of the tile that follows.
@@ -89,21 +62,23 @@ class Stages {
     }
   }
 
-  const Plan& plan_;
-  uint32_t ring_;
+  // The scales of a tile in those of a unit of a stage. A template, so that only variants with
+  // scales need their memory.
+  template <class AnyTile>
+  __device__ __forceinline__ TileScales scales_of(const AnyTile& work_tile, int slot,
+                                                  int unit) const {
+    const int place_x = place_in_scale_box(work_tile.token);
+    const int place_w = place_in_scale_box(work_tile.channel / kScaleChannels);
+    return {fixed_.x_scales[slot].of[unit] + place_x, fixed_.w_scales[slot].of[unit] + place_w,
+            work_tile.channel % kScaleChannels};
+  }
+
   FixedStorage& fixed_;
-  int warpgroup_;
   bool shared_ = false;  // the CTAs of the cluster share the K of this tile
   // With block scales: whether this thread releases stages, and the first barrier that it arrives
   // at.
   bool releases_ = false;
   uint32_t empty_ = 0;
-
- private:
-  template <class AnyOperand>
-  static __device__ __forceinline__ AnyOperand operand(uint32_t address) {
-    return kBlockScales ? AnyOperand::uniform(address) : AnyOperand(address);
-  }
 };
 
 }  // namespace ostinato::tiled

@@ -12,9 +12,8 @@ from ...models.experts.config import ExpertsConfig
 from ...models.experts.mixture import Mixture
 from ...models.experts.products import BlockFP8Experts, DenseExperts, Experts, W8A8Experts
 from ...models.layers import DenseLinear
-from ...ops import channel_scales
 from ..harness.rotation import num_sets
-from ..weights import dtype_named
+from ..weights import dtype_named, expert_scales
 from .cases import Case, Shape, choices
 
 _BLOCKS = "fp8-block"
@@ -109,9 +108,7 @@ def _stored(
         pairs = [quantize_weight_blocks(weight, torch.float32) for weight in plain]
         codes = torch.stack([values for values, _ in pairs])
         blocks = torch.stack([scale for _, scale in pairs])
-        scales = torch.stack(
-            [channel_scales([(own, slice(0, rows))], channels=8) for own in blocks]
-        )
+        scales = torch.stack([expert_scales(own, rows, gated=gated) for own in blocks])
         return codes, blocks, BlockFP8Experts(codes, gated, scales, out)
     codes, scale = quantize_weight(plain.flatten(0, 1), dtype_named(precision), torch.float32)
     of_rows = scale.view(experts, rows)

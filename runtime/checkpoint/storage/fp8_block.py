@@ -16,7 +16,7 @@ from ...models.kinds import InputKind
 from ...models.modules import Module, TensorSpec
 from ...models.parts import ExpertsPart
 from ...ops.common.sizes import ceil_div
-from ...ops.linear.block_scales import check_channels
+from ...ops.linear.block_scales import SCALE_CHANNELS, check_channels
 from ...ops.linear.precompile import block_kernels
 from ..errors import UnsupportedCheckpointError
 from ..reader import CheckpointReader
@@ -123,7 +123,7 @@ class FP8BlockScheme(StoredScheme):
             self.check_shares(modules)
         weights = [weight_of(module, self.weight(module)) for module in part.stored()]
         weight = stack(reader, weights, self.dtype, target.device)
-        scales = [self._scales(reader, modules, channels=8) for modules in products]
+        scales = [self._scales(reader, modules) for modules in products]
         return BlockFP8Experts(
             weight=weight.view(part.num_experts, *part.shape),
             gated=part.gated,
@@ -134,14 +134,12 @@ class FP8BlockScheme(StoredScheme):
 
     def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
         """Return what the products launch."""
-        return experts_kernels(self.dtype, dtype, out_dtype, in_blocks=True)
+        either = (SCALE_CHANNELS, BLOCK)
+        return experts_kernels(self.dtype, dtype, out_dtype, scale_channels=either)
 
-    def _scales(
-        self, reader: CheckpointReader, modules: Sequence[Module], channels: int | None = None
-    ) -> torch.Tensor:
+    def _scales(self, reader: CheckpointReader, modules: Sequence[Module]) -> torch.Tensor:
         """Return the scales of a product's channels; see `ops.channel_scales`."""
-        blocks = [self._blocks(reader, module) for module in modules]
-        return ops.channel_scales(blocks, channels=channels)
+        return ops.channel_scales([self._blocks(reader, module) for module in modules])
 
     def _blocks(self, reader: CheckpointReader, module: Module) -> tuple[torch.Tensor, slice]:
         """Return the scales of the blocks of all rows and the kept columns, and the kept rows."""

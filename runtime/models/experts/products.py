@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,8 @@ import torch
 from ... import ops
 from ...jit.variant import Variant
 from ...ops.common.device import KERNEL_NAMES
+from ...ops.linear import block_scales
+from ...ops.linear.block_scales import SCALE_CHANNELS
 from ...ops.linear.quantize_cuda import GROUP, input_kernel
 from ...ops.moe.moe_linear import runs_experts_kernel
 from ...ops.moe.moe_linear_cuda import MoeLinear
@@ -158,9 +160,8 @@ class W8A8Experts(_StoredExperts):
 class BlockFP8Experts(_StoredExperts):
     """Products with e4m3 weights in blocks of 128 by 128, and inputs in groups of 128.
 
-    `weight_scale` fp32 [experts, ceil(K / 128), ceil(N / 8)] (`ops.channel_scales(..., channels=8)`
-    of each). Inputs are quantised by groups at run time, with `power_of_two` by scales that are
-    such.
+    `weight_scale` fp32 [experts, ceil(K / 128), columns] (`ops.channel_scales` of each). Inputs are
+    quantised by groups at run time, with `power_of_two` by scales that are such.
     """
 
     weight_scale: torch.Tensor
@@ -176,7 +177,8 @@ class BlockFP8Experts(_StoredExperts):
         return self._multiply(quantized, plan, self.out_dtype, scale, self.weight_scale)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
-        return experts_kernels(self.weight_dtype, dtype, self.out_dtype, in_blocks=True)
+        shared = block_scales.scale_channels(self.weight_scale[0], self.shape[0])
+        return experts_kernels(self.weight_dtype, dtype, self.out_dtype, scale_channels=(shared,))
 
 
 def experts_kernels(
@@ -184,7 +186,7 @@ def experts_kernels(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     *,
-    in_blocks: bool = False,
+    scale_channels: Sequence[int] = (),
 ) -> list[Variant]:
     """Return what grouped products launch for any number of rows.
 
@@ -192,16 +194,23 @@ def experts_kernels(
         weight_dtype: of the weights.
         dtype: of what is multiplied by them, before it is quantised.
         out_dtype: of the results.
-        in_blocks: whether weights have scales of blocks.
+        scale_channels: of weights with scales of blocks, how many channels may share one.
     """
     found: list[Variant] = []
     if weight_dtype != dtype:
-        group = GROUP if in_blocks else 0
+        group = GROUP if scale_channels else 0
         found.append(input_kernel("per_token", dtype, weight_dtype, group))
     if weight_dtype is not torch.float32:
         names = (KERNEL_NAMES[weight_dtype], KERNEL_NAMES[out_dtype])
         found += [
-            MoeLinear(dtype=names[0], out_dtype=names[1], tokens=tokens, block_scales=in_blocks)
+            MoeLinear(
+                dtype=names[0],
+                out_dtype=names[1],
+                tokens=tokens,
+                block_scales=bool(scale_channels),
+                scale_channels=shared,
+            )
+            for shared in scale_channels or (SCALE_CHANNELS,)
             for tokens in TILE_TOKENS
         ]
     return found

@@ -8,7 +8,7 @@ from ..common import checks
 from ..common.device import has_kernel
 from ..common.sizes import ceil_div
 from ..common.torch_library import register
-from ..linear.block_scales import SCALE_CHANNELS
+from ..linear.block_scales import SCALE_CHANNELS, scale_channels
 from ..linear.linear import check_int32_sums
 from ..linear.packed_weight import WEIGHT_DTYPES
 from ..linear.quantize_cuda import GROUP
@@ -59,9 +59,9 @@ def moe_linear(
         to: "experts" or "slots".
         x_scale: fp32, for 8-bit operands: [rows of x], a scale of each, or for e4m3
             [ceil(K / 128), rows of x], a scale of each group of 128 of K (`quantize_per_group`).
-        w_scale: fp32, for 8-bit operands: [experts, N], or with groups
-            [experts, ceil(K / 128), ceil(N / 8)]: those of `channel_scales(..., channels=8)` for
-            each expert. Of w = [gate | up], N / 2 is then a multiple of 8.
+        w_scale: fp32, for 8-bit operands: [experts, N], or with groups those of `channel_scales`
+            for each expert: [experts, ceil(K / 128), ceil(N / s)], s 8 or 128. Of w = [gate | up],
+            N / 2 is then a multiple of s.
         activation: None, or "silu_mul" for w = [gate | up] along N: silu(gate) · up, N / 2 wide.
         out_dtype: bf16, fp16 or fp32; None for x's, and for bf16 with 8-bit x. With 16-bit x, x's
             dtype or fp32.
@@ -169,13 +169,21 @@ def _check_scales(
         checks.tensor("x_scale", x_scale, fp32, (rows,), x.device)
         checks.tensor("w_scale", w_scale, fp32, (experts, channels), x.device)
         return
-    groups, scaled = ceil_div(k, GROUP), ceil_div(channels, SCALE_CHANNELS)
+    groups = ceil_div(k, GROUP)
     checks.tensor("x_scale", x_scale, fp32, (groups, rows), x.device)
-    checks.tensor("w_scale", w_scale, fp32, (experts, groups, scaled), x.device)
-    if gated and channels // 2 % SCALE_CHANNELS:
+    shape = (experts, groups, "scales of channels")
+    checks.tensor("w_scale", w_scale, fp32, shape, x.device)
+    scaled = [ceil_div(channels, shared) for shared in (SCALE_CHANNELS, GROUP)]
+    if w_scale.size(2) not in scaled:
+        raise ValueError(
+            f"w_scale: got shape {list(w_scale.shape)}, expected {[experts, groups, scaled[0]]} "
+            f"or {[experts, groups, scaled[1]]}"
+        )
+    shared = scale_channels(w_scale[0], channels)
+    if gated and channels // 2 % shared:
         raise ValueError(
             f"w: got {channels // 2} channels of the gate with scales of blocks, "
-            f"expected a multiple of {SCALE_CHANNELS}"
+            f"expected a multiple of {shared}"
         )
 
 

@@ -18,10 +18,11 @@ from ...jit.variant import FLOAT_DTYPES, Variant, check
 from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from ..common.sizes import ceil_div
-from ..linear.block_scales import SCALE_CHANNELS
+from ..linear.block_scales import SCALE_CHANNELS, scale_channels
 from ..linear.gemm_operands import aligned_copy, is_aligned, row_stride
 from ..linear.gemm_variants import DTYPES_16_BIT, GEMM_DTYPES, out_dtypes
 from ..linear.packed_weight import TILE_CHANNELS
+from ..linear.quantize_cuda import GROUP
 from .packed_experts import pack, tiles_of_expert
 from .plan import TILE_TOKENS, balanced_tiles
 
@@ -34,7 +35,8 @@ class MoeLinear(Variant):
         dtype: of x and w.
         out_dtype: of the output: for 16-bit operands their own, or fp32.
         tokens: most rows of a tile: 8, 16, 32, 64 or 128.
-        block_scales: a scale for each 128 of K of a row, and of 8 channels, for e4m3.
+        block_scales: a scale for each 128 of K of a row, and of `scale_channels`, for e4m3.
+        scale_channels: 8 or, with block scales, 128.
     """
 
     family: ClassVar[str] = "moe_linear"
@@ -45,6 +47,7 @@ class MoeLinear(Variant):
     out_dtype: str
     tokens: int
     block_scales: bool = False
+    scale_channels: int = SCALE_CHANNELS
 
     def __post_init__(self) -> None:
         check("dtype", self.dtype, GEMM_DTYPES)
@@ -52,17 +55,30 @@ class MoeLinear(Variant):
         check("tokens", self.tokens, TILE_TOKENS)
         if self.block_scales and self.dtype != "e4m3":
             raise ValueError(f"block_scales: got True with dtype {self.dtype!r}, expected 'e4m3'")
+        allowed = (SCALE_CHANNELS, GROUP) if self.block_scales else (SCALE_CHANNELS,)
+        check("scale_channels", self.scale_channels, allowed)
 
     @property
     def channels(self) -> int:
         """Most channels of a tile: as many as sums of its rows leave registers for."""
-        return 256 if self.tokens == 128 and not self.block_scales else 128
+        if self.tokens < 128:
+            return 128
+        few = self.block_scales and self.scale_channels == SCALE_CHANNELS
+        return 192 if few else 256
+
+    @property
+    def channel_step(self) -> int:
+        """What the channels of a smaller tile are a multiple of (csrc: kTileStep)."""
+        if self.scale_channels == SCALE_CHANNELS or self.tokens < 64:
+            return TILE_CHANNELS
+        return self.channels // 2  # of a piece
 
     @property
     def name(self) -> str:
         tile = f"{self.channels}x{self.tokens}"
         name = f"{self.family}-{self.dtype}-{self.out_dtype}-{tile}"
-        return f"{name}-block_scales" if self.block_scales else name
+        options = (("block_scales", self.block_scales), ("128", self.scale_channels == GROUP))
+        return "-".join((name, *(option for option, chosen in options if chosen)))
 
     def defines(self) -> dict[str, str]:
         return {
@@ -73,17 +89,21 @@ class MoeLinear(Variant):
             "OSTINATO_PINGPONG": "0",
             "OSTINATO_FAST_ACCUM": str(int(self.dtype == "e4m3" and not self.block_scales)),
             "OSTINATO_BLOCK_SCALES": str(int(self.block_scales)),
-            "OSTINATO_SCALE_CHANNELS": str(SCALE_CHANNELS),
+            "OSTINATO_SCALE_CHANNELS": str(self.scale_channels),
         }
 
 
 MOE_LINEAR = tuple(
-    MoeLinear(dtype=dtype, out_dtype=out_dtype, tokens=tokens, block_scales=block_scales)
-    for dtype, block_scales in (
-        ("int8", False),
-        ("e4m3", False),
-        ("e4m3", True),
-        *((dtype, False) for dtype in DTYPES_16_BIT),
+    MoeLinear(
+        dtype=dtype,
+        out_dtype=out_dtype,
+        tokens=tokens,
+        block_scales=block_scales,
+        scale_channels=scale_channels,
+    )
+    for dtype, block_scales, scale_channels in (
+        *((dtype, False, SCALE_CHANNELS) for dtype in ("int8", "e4m3", *DTYPES_16_BIT)),
+        *(("e4m3", True, channels) for channels in (SCALE_CHANNELS, GROUP)),
     )
     for tokens, out_dtype in product(TILE_TOKENS, FLOAT_DTYPES)
     if out_dtype in out_dtypes(dtype)
@@ -96,7 +116,8 @@ def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -
     """Return how many channels of an expert a CTA multiplies at once.
 
     As many as are compiled, or fewer where that spreads few tiles more evenly over the SMs: what
-    counts is how many weights the busiest one reads.
+    counts is how many weights the busiest one reads. Tiles of the most rows wait for their MMAs,
+    which are of all channels that are compiled, whatever is read.
 
     Args:
         variant: the kernel.
@@ -104,13 +125,15 @@ def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -
         tiles: row tiles of a balanced routing.
         expert_tiles: tiles of 16 channels of an expert.
     """
-    most = variant.channels // TILE_CHANNELS
+    if variant.tokens == TILE_TOKENS[-1]:
+        return variant.channels
+    most, step = variant.channels // TILE_CHANNELS, variant.channel_step // TILE_CHANNELS
 
     def busiest(size: int) -> int:
         return ceil_div(tiles * ceil_div(expert_tiles, size), sms) * size
 
     # Narrower ones than half repeat the copies of x too often.
-    return TILE_CHANNELS * min(range(most, most // 2 - 1, -1), key=busiest)
+    return TILE_CHANNELS * min(range(most, most // 2 - 1, -step), key=busiest)
 
 
 def moe_gemm(
@@ -142,11 +165,15 @@ def moe_gemm(
         if not is_aligned(x):
             x = aligned_copy(x)
         w_scale = None if w_scale is None else w_scale.contiguous()
+        shared = 0  # channels that share a scale of a block
+        if w_scale is not None and w_scale.dim() == 3:
+            shared = scale_channels(w_scale[0], channels)
         variant = MoeLinear(
             dtype=KERNEL_NAMES[x.dtype],
             out_dtype=KERNEL_NAMES[out.dtype],
             tokens=tile_tokens,
-            block_scales=x_scale is not None and x_scale.dim() == 2,
+            block_scales=shared > 0,
+            scale_channels=shared or SCALE_CHANNELS,
         )
         _, sms = gpu(device)
         expected = balanced_tiles(rows.size(0), experts, tile_tokens)
@@ -157,7 +184,7 @@ def moe_gemm(
             x_stride=row_stride(x),
             w=w.data_ptr(),
             x_scale=address_of(x_scale),
-            x_scale_stride=x_scale.stride(0) if variant.block_scales and x_scale is not None else 0,
+            x_scale_stride=x_scale.stride(0) if shared and x_scale is not None else 0,
             w_scale=address_of(w_scale),
             rows=rows.data_ptr(),
             tiles=tiles.data_ptr(),

@@ -12,7 +12,7 @@ from ..common.precision import full_precision
 from ..common.sizes import ceil_div
 from ..linear import cpu_product
 from ..linear.block_linear import dequantized
-from ..linear.block_scales import SCALE_CHANNELS
+from ..linear.block_scales import scale_channels
 from .packed_experts import unpack, unpack_one
 
 _GATHERED = 1 << 24  # elements of weights that a GPU gathers at once
@@ -77,7 +77,8 @@ def _product(
         cpu_product.float_product(x, w, None, y)
         return y
     if w_scale.dim() == 2:
-        of_channels = w_scale.t().repeat_interleave(SCALE_CHANNELS, 0)[: w.size(0)]
+        shared = scale_channels(w_scale, w.size(0))
+        of_channels = w_scale.t().repeat_interleave(shared, 0)[: w.size(0)]
         wide = (dequantized(x, x_scale.t()), dequantized(w, of_channels))
         y = torch.empty(x.size(0), w.size(0), dtype=torch.float32, device=x.device)
         cpu_product.float_product(*wide, None, y)
@@ -126,7 +127,8 @@ def multiply_slot_by_slot(
             k = x.size(1)
             operand *= scales.t().repeat_interleave(128, 1)[:, :k]
             of_w = w_scale[expert].repeat_interleave(128, 1)[:, :k]
-            weight *= of_w.repeat_interleave(SCALE_CHANNELS, 2)[:, :, : w.size(1)].mT
+            shared = scale_channels(w_scale[0], w.size(1))
+            weight *= of_w.repeat_interleave(shared, 2)[:, :, : w.size(1)].mT
         y = torch.bmm(weight, operand.unsqueeze(2)).squeeze(2).float()
         if w_scale is not None and scales is not None and w_scale.dim() == 2:
             y = y.mul_(w_scale[expert]).mul_(scales.unsqueeze(1))

@@ -106,7 +106,8 @@ def moe_linear(
         weight, operand = w[expert].to(dtype), x[at].to(dtype)
         if w_scale is not None and x_scale is not None and w_scale.dim() == 3:
             of_k = torch.arange(x.size(1)) // _GROUP
-            of_n = torch.arange(w.size(1)) // _SCALE_CHANNELS
+            few = w_scale.size(2) == -(-w.size(1) // _SCALE_CHANNELS)
+            of_n = torch.arange(w.size(1)) // (_SCALE_CHANNELS if few else _GROUP)
             weight = weight * w_scale[expert].to(dtype)[of_k][:, of_n].t()
             operand = operand * x_scale[of_k, at].to(dtype)
         if x.dtype is torch.int8:

@@ -348,7 +348,7 @@ def kernels() -> None:
     need.add(input_kernel("silu_mul", bf16, bf16, 0))
     for dtype in (torch.int8, fp8, bf16):
         need |= set(experts_kernels(dtype, bf16, bf16))
-    need |= set(experts_kernels(fp8, bf16, bf16, in_blocks=True))
+    need |= set(experts_kernels(fp8, bf16, bf16, scale_channels=(8, 128)))
     for shape in ((128, 2048), (8, 4096), (24, 208)):
         router = DenseLinear(torch.empty(shape, dtype=bf16), out_dtype=torch.float32)
         need |= set(router.kernels("per_token", bf16))

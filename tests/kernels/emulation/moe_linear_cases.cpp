@@ -33,7 +33,7 @@ struct Case {
   int x_rows() const { return to_experts ? tokens : tokens * top_k; }
   int width() const { return gated ? n / 2 : n; }
   int groups() const { return ceil_div(k, 128); }
-  int scales() const { return ceil_div(n, 8); }
+  int scales() const { return ceil_div(n, kScaleChannels); }
 };
 
 void put(uint8_t* at, float value) {
@@ -81,10 +81,10 @@ Case make_case(std::mt19937_64& random) {
   made.to_experts = draw(0, 1) != 0;
   made.n = kChannelCounts[draw(0, std::size(kChannelCounts) - 1)];
   if (made.gated) {
-    made.n = kBlockScales ? round_up(made.n, 16) : 2 * made.n;
+    made.n = kBlockScales ? round_up(made.n, 2 * kScaleChannels) : 2 * made.n;
   }
   made.k = kDepths[draw(0, std::size(kDepths) - 1)];
-  made.tile_channels = draw(0, 1) != 0 ? 0 : 16 * draw(2, kChannels / 16);
+  made.tile_channels = draw(0, 1) != 0 ? 0 : kTileStep * draw(1, kChannels / kTileStep);
   made.stride = round_up(made.k, 16) + 16 * draw(0, 1);
   // The slots of a token have different experts; some have none, and some experts no token.
   const int first = draw(0, made.experts - made.top_k), spread = draw(made.top_k, made.experts);
@@ -159,7 +159,7 @@ double exact(const Case& of, int expert, int x_row, int channel) {
     double scale = 1;
     if (kBlockScales) {
       scale = double{of.x_scale[i / 128 * of.scale_stride + x_row]} *
-              of.w_scale[(expert * of.groups() + i / 128) * of.scales() + channel / 8];
+              of.w_scale[(expert * of.groups() + i / 128) * of.scales() + channel / kScaleChannels];
     }
     sum += scale * get(&of.x[(size_t{1} * x_row * of.stride + i) * kOperandBytes]) *
            get(&of.w[((size_t{1} * expert * of.n + channel) * of.k + i) * kOperandBytes]);

@@ -18,18 +18,28 @@ pytestmark = pytest.mark.nvcc
 _CASES = effort(6, 40)
 
 
-def _variant(dtype: str, out_dtype: str, tokens: int, *, blocks: bool = False) -> MoeLinear:
-    return MoeLinear(dtype=dtype, out_dtype=out_dtype, tokens=tokens, block_scales=blocks)
+def _variant(dtype: str, out_dtype: str, tokens: int, *, blocks: int = 0) -> MoeLinear:
+    """Return a kernel; `blocks` is how many channels share a scale of a block."""
+    return MoeLinear(
+        dtype=dtype,
+        out_dtype=out_dtype,
+        tokens=tokens,
+        block_scales=blocks > 0,
+        scale_channels=blocks or 8,
+    )
 
 
 _FEW = _variant("int8", "bf16", 8)
-_BLOCKS = _variant("e4m3", "fp32", 64, blocks=True)
+_BLOCKS = _variant("e4m3", "fp32", 64, blocks=128)
 # Channels as rows of the MMA and tokens as rows, one warpgroup and two, pieces of a stage.
 _VARIANTS = (
     _FEW,
     _BLOCKS,
-    _variant("e4m3", "fp32", 16, blocks=True),
-    _variant("e4m3", "fp32", 128, blocks=True),
+    _variant("e4m3", "fp32", 16, blocks=128),
+    _variant("e4m3", "fp32", 32, blocks=8),
+    _variant("e4m3", "fp32", 64, blocks=8),
+    _variant("e4m3", "fp32", 128, blocks=8),
+    _variant("e4m3", "fp32", 128, blocks=128),
     _variant("fp16", "fp16", 32),
     _variant("bf16", "fp32", 64),
     _variant("int8", "fp32", 128),
@@ -68,8 +78,8 @@ def test_every_schedule_gives_the_right_rows(sources: Path, variant: MoeLinear) 
 _WAITS = [
     ("producer.cuh", "arrive_expecting(", "wait(&storage_.empty[position.slot]"),
     ("producer.cuh", "copy_rows(tile, warp", "wait(&storage_.empty[position.slot]"),
-    ("consumer.cuh", "fence_shared_for_tma", "wait(&storage_.full["),
-    ("consumer.cuh", "fence_shared_for_tma", "wait(&storage_.full_tokens["),
+    ("stages.cuh", "fence_shared_for_tma", "wait(&storage_.full["),
+    ("stages.cuh", "fence_shared_for_tma", "wait(&storage_.full_tokens["),
 ]
 
 

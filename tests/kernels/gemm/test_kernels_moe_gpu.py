@@ -17,7 +17,10 @@ _SITES = ("weights", "tokens", "consumer", "release")
 _VARIANTS = (
     MoeLinear(dtype="int8", out_dtype="bf16", tokens=8),
     MoeLinear(dtype="bf16", out_dtype="bf16", tokens=32),
+    MoeLinear(dtype="e4m3", out_dtype="bf16", tokens=16, block_scales=True, scale_channels=128),
     MoeLinear(dtype="e4m3", out_dtype="bf16", tokens=64, block_scales=True),
+    MoeLinear(dtype="e4m3", out_dtype="bf16", tokens=64, block_scales=True, scale_channels=128),
+    MoeLinear(dtype="e4m3", out_dtype="bf16", tokens=128, block_scales=True, scale_channels=128),
     MoeLinear(dtype="int8", out_dtype="bf16", tokens=128),
 )
 _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
@@ -35,7 +38,8 @@ def _launch(
     library: _C.Library, variant: MoeLinear, plan: ops.MoePlan, tile_channels: int
 ) -> torch.Tensor:
     """Return a gated product of operands that are the same at every call."""
-    experts, n, k = plan.experts, 1040, 1500
+    experts, k = plan.experts, 1500
+    n = 1024 if variant.scale_channels == 128 else 1040
     generator = torch.Generator("cuda").manual_seed(1)
     x, w = (
         torch.randn(*shape, generator=generator, device="cuda")
@@ -83,7 +87,7 @@ def _launch(
 def _plan(variant: MoeLinear) -> ops.MoePlan:
     """Return a plan whose tiles have as many rows as the kernel's, some of them full."""
     experts, top_k = 16, 2
-    tokens = {8: 24, 32: 100, 64: 200, 128: 700}[variant.tokens]
+    tokens = {8: 24, 16: 64, 32: 100, 64: 200, 128: 700}[variant.tokens]
     plan = ops.moe_route(torch.randn(tokens, experts).cuda(), top_k)
     assert plan.tile_tokens == variant.tokens
     return plan
@@ -103,6 +107,7 @@ def test_injected_delays_change_no_bit(libraries: Libraries, site: str, variant:
 def test_every_size_of_a_tile_gives_the_same_bits(libraries: Libraries, variant: MoeLinear) -> None:
     plan = _plan(variant)
     expected = _launch(libraries[variant, RELEASE], variant, plan, 0)
-    for channels in range(16, variant.channels + 1, 16):
+    step = variant.channel_step
+    for channels in range(step, variant.channels + 1, step):
         got = _launch(libraries[variant, RELEASE], variant, plan, channels)
         assert torch.equal(got, expected), channels

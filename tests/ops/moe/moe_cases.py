@@ -10,7 +10,8 @@ from ops_cases import E4M3, quantized_randn
 from ostinato import ops
 from ostinato.ops.moe.plan import MoePlan
 
-FORMATS = ("int8", "e4m3", "block", "bf16", "fp16")
+# "block" and "block128": scales of 8 and of 128 channels.
+FORMATS = ("int8", "e4m3", "block", "block128", "bf16", "fp16")
 
 
 def poisoned(plan: MoePlan) -> MoePlan:
@@ -18,6 +19,11 @@ def poisoned(plan: MoePlan) -> MoePlan:
     tiles = plan.tiles.clone()
     tiles[int(plan.n_tiles) :] = 2**30
     return plan._replace(tiles=tiles)
+
+
+def whole_blocks(form: str, n: int, *, gated: bool) -> int:
+    """Return n or, where the halves of a gated weight must be whole blocks, enough for those."""
+    return -(-n // 256) * 256 if gated and form == "block128" else n
 
 
 def operands(
@@ -31,8 +37,9 @@ def operands(
     dtype = torch.int8 if form == "int8" else E4M3
     x, w = quantized_randn((rows, k), dtype), quantized_randn((experts * n, k), dtype)
     shapes = ((rows,), (experts, n))
-    if form == "block":
-        shapes = ((-(-k // 128), rows), (experts, -(-k // 128), -(-n // 8)))
+    if form in ("block", "block128"):
+        shared = 8 if form == "block" else 128
+        shapes = ((-(-k // 128), rows), (experts, -(-k // 128), -(-n // shared)))
     # So that silu sees numbers of its middle.
     x_scale, w_scale = ((torch.rand(shape) + 0.5) / 100 for shape in shapes)
     scales = {"x_scale": x_scale.to(device), "w_scale": w_scale.to(device)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_cases import FORMATS, operands, routing
+from moe_cases import FORMATS, operands, routing, whole_blocks
 from ops_cases import assert_same_bits, int32
 
 from ostinato import ops
@@ -48,7 +48,8 @@ def exact_of(
         if w_scale.dim() == 3:
             k = x.size(1)
             wide_x *= x_scale.t().repeat_interleave(128, 1)[:, :k]
-            of_w = w_scale.repeat_interleave(128, 1)[:, :k].repeat_interleave(8, 2)
+            shared = 8 if w_scale.size(2) == -(-w.size(1) // 8) else 128
+            of_w = w_scale.repeat_interleave(128, 1)[:, :k].repeat_interleave(shared, 2)
             wide_w *= of_w[:, :, : w.size(1)].mT
         else:
             wide_x *= x_scale.unsqueeze(1)
@@ -74,7 +75,8 @@ def check(got: torch.Tensor, form: str, expected: tuple[torch.Tensor, ...]) -> N
     """Demand one rounding, and the bound of sums: tensor cores keep 13 fraction bits of FP8."""
     exact, sizes, there = expected
     got = got.flatten(0, -2)
-    bound = {"int8": 2.0**-22, "e4m3": 2.0**-11, "block": 2.0**-12}.get(form, 2.0**-18)
+    bounds = {"int8": 2.0**-22, "e4m3": 2.0**-11, "block": 2.0**-12, "block128": 2.0**-12}
+    bound = bounds.get(form, 2.0**-18)
     rounding = torch.finfo(got.dtype).eps * exact.abs()
     error = (got.double() - exact).abs()
     assert (error <= rounding + bound * sizes + 1e-7)[there.expand_as(error)].all()
@@ -89,7 +91,8 @@ def test_every_tile_and_tail(
     form: str, to: str, activation: str | None, shape: tuple[int, int, int]
 ) -> None:
     tokens, experts, top_k = shape
-    for number, (n, k) in enumerate(SIZES):
+    for number, (size, k) in enumerate(SIZES):
+        n = whole_blocks(form, size, gated=activation is not None)
         logits = torch.randn(tokens, experts)
         if tokens > 2:
             logits[1, 0] = math.nan
@@ -126,7 +129,8 @@ def slots_of(y: torch.Tensor, plan: MoePlan) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("kind", ["random", "one"])
 def test_a_row_has_the_same_bits_in_every_tile(form: str, kind: str) -> None:
-    tokens, experts, top_k, n, k = 700, 8, 3, 272, 1040
+    tokens, experts, top_k, k = 700, 8, 3, 1040
+    n = whole_blocks(form, 272, gated=True)
     logits = torch.randn(tokens, experts).to(CUDA)
     if kind == "one":
         logits[:, 2:5] += 50
@@ -166,7 +170,7 @@ def test_one_graph_serves_every_routing(form: str, tokens: int) -> None:
         plan = ops.moe_route(logits, top_k, renormalize=True, n_active=active)
         h = ops.moe_linear(x, packed[0], plan, to="experts", activation="silu_mul", **first)
         options: dict[str, Any] = {}
-        if form == "block":
+        if form in ("block", "block128"):
             h, scale = ops.quantize_per_group(h, n_active=plan.n_rows)
             options = {"x_scale": scale, "w_scale": second["w_scale"]}
         elif first:
@@ -209,7 +213,7 @@ def test_one_graph_serves_every_routing(form: str, tokens: int) -> None:
 def test_torch_operators_agree_where_there_is_no_kernel() -> None:
     plan = routing(9, 8, 3, CUDA)
     for form in FORMATS:
-        x, w, scales = operands(form, 9, 8, 48, 200, CUDA)
+        x, w, scales = operands(form, 9, 8, whole_blocks(form, 48, gated=True), 200, CUDA)
         dtype = torch.float32
         got = ops.moe_linear(
             x, w, plan, to="experts", activation="silu_mul", out_dtype=dtype, **scales

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from moe_cases import FORMATS, operands, routing
+from moe_cases import FORMATS, operands, routing, whole_blocks
 from ops_cases import E4M3, FLOATS, assert_same_bits, int32
 
 from ostinato import ops
 from ostinato.ops import reference
+from ostinato.ops.moe.moe_linear_cuda import MoeLinear, tile_channels
 from ostinato.ops.moe.moe_linear_torch import multiply_slot_by_slot
 
 
@@ -37,7 +38,8 @@ def assert_near(got: torch.Tensor, exact: torch.Tensor, k: int) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_each_format_as_its_twin(form: str, activation: str | None, to: str, packed: bool) -> None:
     device = torch.device("cpu")
-    tokens, experts, top_k, n, k = 5, 6, 2, 48, 200
+    tokens, experts, top_k, k = 5, 6, 2, 200
+    n = whole_blocks(form, 48, gated=activation is not None)
     plan = routing(tokens, experts, top_k, device)
     rows = tokens if to == "experts" else tokens * top_k
     x, w, scales = operands(form, rows, experts, n, k, device)
@@ -132,6 +134,7 @@ def test_a_gated_tile_has_both_halves() -> None:
 PLAN = routing(2, 4, 2, torch.device("cpu"))
 X, W, SCALES = operands("e4m3", 2, 4, 16, 32, torch.device("cpu"))
 ROWS = operands("block", 2, 4, 24, 300, torch.device("cpu"))
+WIDE = operands("block128", 2, 4, 384, 300, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +163,16 @@ ROWS = operands("block", 2, 4, 24, 300, torch.device("cpu"))
             {"x": ROWS[0], "w": ROWS[1], **ROWS[2], "activation": "silu_mul"},
             ValueError,
             "w: got 12 channels of the gate with scales of blocks, expected a multiple of 8",
+        ),
+        (
+            {"x": WIDE[0], "w": WIDE[1], **WIDE[2], "activation": "silu_mul"},
+            ValueError,
+            "w: got 192 channels of the gate with scales of blocks, expected a multiple of 128",
+        ),
+        (
+            {"x": ROWS[0], "w": ROWS[1], **ROWS[2], "w_scale": torch.ones(4, 3, 2)},
+            ValueError,
+            r"w_scale: got shape \[4, 3, 2\], expected \[4, 3, 3\] or \[4, 3, 1\]",
         ),
         (
             {"x": torch.ones(2, 32).bfloat16(), "w": torch.ones(4, 16, 32).bfloat16()},
@@ -193,7 +206,8 @@ def test_bad_experts_are_named() -> None:
 def test_the_way_of_gpus_without_a_kernel(form: str, activation: str | None, to: str) -> None:
     """Row by row, by copies of weights: the same, and nothing for slots without an expert."""
     device = torch.device("cpu")
-    tokens, experts, top_k, n, k = 5, 6, 2, 48, 200
+    tokens, experts, top_k, k = 5, 6, 2, 200
+    n = whole_blocks(form, 48, gated=activation is not None)
     logits = torch.randn(tokens, experts)
     logits[1] = math.nan
     plan = ops.moe_route(logits, top_k)
@@ -210,3 +224,13 @@ def test_the_way_of_gpus_without_a_kernel(form: str, activation: str | None, to:
     there[plan.rows[:used].long()] |= to == "slots"
     assert_near(out[there], exact[there], k)
     assert (out[~there] == 7).all()
+
+
+def test_tiles_are_cut_where_that_spreads_the_reads_of_weights() -> None:
+    few = MoeLinear(dtype="int8", out_dtype="bf16", tokens=8)
+    # 8 rows of an expert: 8 tiles of 96 x 16 channels on 132 SMs, in one round of 6 or in two.
+    assert tile_channels(few, 132, 8, 96) == 96
+    assert tile_channels(few, 132, 1, 2048) == 128
+    many = MoeLinear(dtype="int8", out_dtype="bf16", tokens=128)
+    # A CTA would read fewer weights in 34 rounds of 224 channels, but its MMAs are of 256.
+    assert tile_channels(many, 132, 640, 96) == 256

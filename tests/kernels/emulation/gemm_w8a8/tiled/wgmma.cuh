@@ -38,6 +38,7 @@ struct Operand {
       emulator::fail("an operand that begins within a swizzle");
     }
   }
+  static Operand uniform(uint32_t at) { return Operand(at); }
   const char* at(uint32_t offset) const {
     const uint32_t place = address + offset;
     return emulator::shared + (kRowBytes == 64 ? swizzled_64(place) : swizzled(place));

@@ -1,10 +1,11 @@
-// MMAs of the grouped GEMM: those of the tiled GEMM, and their groups.
+// Groups of a warpgroup's MMAs, which run while the warpgroup does something else (PTX ISA,
+// "wgmma.commit_group").
 #pragma once
 
+#include "cute/arch/config.hpp"
 #include "cute/arch/mma_sm90_gmma.hpp"
-#include "gemm_w8a8/tiled/wgmma.cuh"
 
-namespace ostinato::tiled {
+namespace ostinato {
 
 __device__ __forceinline__ void begin_multiplying() { cute::warpgroup_arrive(); }
 __device__ __forceinline__ void commit_multiplication() { cute::warpgroup_commit_batch(); }
@@ -15,4 +16,4 @@ __device__ __forceinline__ void wait_multiplied() {
   cute::warpgroup_wait<kPending>();
 }
 
-}  // namespace ostinato::tiled
+}  // namespace ostinato
