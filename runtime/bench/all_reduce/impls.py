@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,12 +41,14 @@ class Sums:
             or (sum,). It may raise ValueError or RuntimeError for a case that it does not take.
         in_place: whether the sum replaces x, which grows with every call.
         check: raises RuntimeError for what calls that have ended left undone.
+        capturing: a context for the capture of calls in a graph.
     """
 
     name: str
     bind: Callable[[Case, Inputs], Call]
     in_place: bool = False
     check: Callable[[], None] = lambda: None
+    capturing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def ours(communicator: ops.Communicator) -> Sums:

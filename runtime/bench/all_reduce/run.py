@@ -67,7 +67,7 @@ def time_case(
         if sums.in_place:  # sums of sums would overflow
             inputs.x.zero_()
             call = sums.bind(case, inputs)
-        seconds = _slowest(_seconds(call, ranks), ranks)
+        seconds = _slowest(_seconds(sums, call, ranks), ranks)
         result.rows.append(
             Row.of(
                 SECTION,
@@ -144,7 +144,7 @@ def _slowest(seconds: float, ranks: ops.Communicator) -> float:
     return float(ranks.all_gather(own).max())
 
 
-def _seconds(call: Call, ranks: ops.Communicator) -> float:
+def _seconds(sums: Sums, call: Call, ranks: ops.Communicator) -> float:
     """Return the seconds of a call, the median of replays; those of one call on the CPU."""
     if ranks.device.type != "cuda":
         return statistics.median(time_each(call, ranks.device, _REPLAYS))
@@ -153,7 +153,10 @@ def _seconds(call: Call, ranks: ops.Communicator) -> float:
         call()  # allocates what libraries keep for each stream
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(ranks.device)
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with (
+        sums.capturing(),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
         kept = [call() for _ in range(_LAUNCHES)]
     for _ in range(_WARM):
         graph.replay()

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..command import FAILED, Parser, UserError, user_errors
 from ..device import add_device_flag
 from ..ranks import device_of, world_size
-from .output import Output, add_json_flag, check_json_flag
+from .output import Output, add_json_flag, add_peers_flag, check_json_flag
 
 if TYPE_CHECKING:
     import torch
 
     from ...bench.all_reduce.cases import Case
+    from ...bench.all_reduce.impls import Sums
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096, 8192)
 _FORMS = ("sum", "int8", "fp8")
 _PEERS = ("nccl", "symm_one_shot", "symm_two_shot")
+_ADAPTER, _ADAPTED = "vllm_all_reduce.py", "vllm_custom"
 _TIMEOUT_S = 60.0
 _START = "torchrun --nproc-per-node N -m ostinato bench all-reduce"
 
@@ -55,12 +58,13 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--peer",
-        choices=("none", *_PEERS),
+        choices=("none", *_PEERS, _ADAPTED),
         nargs="+",
         default=list(_PEERS),
-        help="nccl, symm_one_shot and symm_two_shot (torch's sums over symmetric memory); all "
-        "(default on GPUs) or none. What follows their sums is ours",
+        help="nccl, symm_one_shot and symm_two_shot (torch's sums over symmetric memory; these by "
+        "default on GPUs), vllm_custom, which needs vLLM, or none. What follows their sums is ours",
     )
+    add_peers_flag(parser)
     add_json_flag(parser)
     add_device_flag(parser)
     parser.set_defaults(run=_run)
@@ -72,6 +76,7 @@ def _run(args: argparse.Namespace) -> int:
     if size < 2:
         raise UserError(f"got one process, expected one for each of several GPUs: {_START}")
     chosen = _cases(args, size)
+    adapted = _adapted(args) if _ADAPTED in args.peer else []
 
     import torch
     from torch import distributed
@@ -84,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
             options = {"backend": "nccl", "device_id": device}
         distributed.init_process_group(timeout=timedelta(seconds=_TIMEOUT_S), **options)
     try:
-        return _measure(args, chosen, device)
+        return _measure(args, chosen, adapted, device)
     finally:
         distributed.destroy_process_group()
 
@@ -98,7 +103,18 @@ def _cases(args: argparse.Namespace, size: int) -> list[Case]:
         raise UserError(f"--rows, --hidden: {error}") from error
 
 
-def _measure(args: argparse.Namespace, chosen: list[Case], device: torch.device) -> int:
+def _adapted(args: argparse.Namespace) -> list[Sums]:
+    from ...bench.harness.peers import adapter_folder, adapter_named
+
+    with user_errors(ImportError, ValueError):
+        adapter = adapter_named(_ADAPTER, adapter_folder(args.peers, os.environ))
+        found: list[Sums] = adapter.peers("all_reduce", os.environ)
+        return found
+
+
+def _measure(
+    args: argparse.Namespace, chosen: list[Case], adapted: list[Sums], device: torch.device
+) -> int:
     from torch import distributed
 
     from ...bench.all_reduce.cases import Case
@@ -117,7 +133,8 @@ def _measure(args: argparse.Namespace, chosen: list[Case], device: torch.device)
         communicator = connect_peers(group, device, timeout_s=_TIMEOUT_S)
         if output is not None and not isinstance(communicator, PeerCommunicator):
             output.say("the GPUs do not reach each other's memory: ours gathers by NCCL and adds")
-        impls = [ours(communicator), *(peer for peer in peers(group) if peer.name in args.peer)]
+        known = [peer for peer in peers(group) if peer.name in args.peer]
+        impls = [ours(communicator), *known, *adapted]
     failures = 0
     for case in chosen:
         result = time_case(case, impls, ranks)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from types import ModuleType
+
 import pytest
 import torch
+from bench_adapters import ADAPTERS
+from torch import distributed
 
 from ostinato import ops
 from ostinato.bench.all_reduce.cases import Case, cases
 from ostinato.bench.all_reduce.impls import Inputs, Sums, followed, ours
 from ostinato.bench.all_reduce.run import time_case
+from ostinato.bench.harness.peers import load_adapter
 from ostinato.bench.harness.results import CaseResult
 from ostinato.bench.harness.rotation import Call
 from ostinato.cli.main import main
@@ -103,3 +112,46 @@ def test_ranks_without_gpus_are_refused(
     assert "--device: got 'cuda:1', but torch finds" in capsys.readouterr().err
     assert main(["bench", "all-reduce", "--m", "0"]) == 2
     assert "--rows, --hidden: case: got" in capsys.readouterr().err
+
+
+def test_vllms_sum_is_timed_where_vllm_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CustomAllreduce:
+        """As vLLM's, of two ranks with the same rows."""
+
+        captured = 0
+
+        def __init__(self, group: str, device: torch.device) -> None:
+            assert (group, device) == ("gloo", torch.device("cuda", 3))
+
+        def should_custom_ar(self, x: torch.Tensor) -> bool:
+            return x.nbytes < 1024
+
+        def all_reduce(self, x: torch.Tensor, *, registered: bool) -> torch.Tensor:
+            return x + x
+
+        @contextmanager
+        def capture(self) -> Iterator[None]:
+            yield
+            CustomAllreduce.captured += 1
+
+    place = "vllm.distributed.device_communicators.custom_all_reduce"
+    for name in accumulate(place.split("."), "{}.{}".format):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules[place], "CustomAllreduce", CustomAllreduce, raising=False)
+    monkeypatch.setattr(distributed, "new_group", lambda backend: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    adapter = load_adapter(ADAPTERS / "vllm_all_reduce.py")
+    adapter._custom.cache_clear()
+    assert adapter.peers("moe", {}) == []
+    (sums,) = adapter.peers("all_reduce", {})
+    s = Inputs(torch.ones(2, 64).bfloat16(), torch.zeros(2, 64).bfloat16(), torch.ones(64))
+    case = Case(2, 2, 64, "sum")
+    with sums.capturing():
+        (total,) = sums.bind(case, s)()
+    assert CustomAllreduce.captured == 1
+    assert (total == 2).all()
+    many = Inputs(torch.ones(20, 64).bfloat16(), s.residual, s.weight)
+    with pytest.raises(ValueError, match="vLLM does not take it for 2560 bytes"):
+        sums.bind(case, many)
+    adapter._custom.cache_clear()

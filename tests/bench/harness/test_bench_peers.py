@@ -94,7 +94,7 @@ def test_each_adapter_has_the_peers_of_the_page(file: str) -> None:
     adapter = adapter_named(file, ROOT / IN_CHECKOUT)
     sections, names = TABLE[file]
     found = set(STEP_PEERS) if file == "hugging_face.py" else set()  # its peers take no cases
-    for section in ("gemm", "moe", "decode", "prefill", "step"):
+    for section in ("gemm", "moe", "decode", "prefill", "step", "all_reduce"):
         of_section = {peer.name for peer in adapter.peers(section, {})}
         assert bool(of_section) == (section in sections and section != "step")
         found |= of_section

@@ -12,6 +12,7 @@
 # replays     40     90  10,000 replays on N ranks, bits of all ranks and of their twin
 # faults      90    120  200 injected faults, as many as there is time for
 # all_reduce  60    110  `bench all-reduce`, 16 KB to 128 MB, beside NCCL and symmetric memory
+# custom      20     60  `bench all-reduce` beside vLLM's custom all-reduce, up to 4 MB
 # engine      60    110  `bench engine`: Llama-3.1-70B's shape in INT8, batches of 1 and 32
 # vllm        40         vLLM's step, same shape, batches, GPUs and call
 #
@@ -20,12 +21,12 @@
 # VLLM_S seconds (400) after the beginning of all.
 #
 # What it needs
-#   V      vLLM 0.33.0 unpacked: vllm_0.33.0, deps, stubs (only for vllm)
+#   V      vLLM 0.33.0 unpacked: vllm_0.33.0, deps, stubs (only for custom and vllm)
 #   HF     folder with pytest, where python3 has none (default: none)
 #   RANKS  how many GPUs (default: all there are)
 #   OSTINATO_CACHE holds our compiled kernels; nvcc makes those that are missing.
 #
-# What comes back in OUT, written as the parts go: all_reduce.json (+ .txt); engine_tp.json, with
+# What comes back in OUT, written as the parts go: all_reduce.json (+ .txt), all_reduce_vllm.json; engine_tp.json, with
 # rows of engine, vllm, replays and faults; parallel.log, what is printed; tests.txt; faults.txt,
 # each fault that went wrong; vllm.txt, the end of vLLM's log.
 #
@@ -41,7 +42,7 @@ export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo
 mkdir -p "$OUT" "$W"
-PARTS=${*:-build tests replays faults all_reduce engine vllm}
+PARTS=${*:-build tests replays faults all_reduce custom engine vllm}
 CPU=${TP_CPU:-0}
 RANKS=${RANKS:-$($PY "$HERE/run.py" count)}
 OURS=${HF:+$HF:}${PYTHONPATH:-}
@@ -58,7 +59,7 @@ timed() { # NAME LIMIT COMMAND...
   shift 2
   say "$name begins"
   local log=${LOG:-$W/$name.log}
-  PYTHONPATH=$OURS timeout -k 5 "$limit" "$@" >"$log" 2>&1
+  PYTHONPATH=${PATHS:-$OURS} timeout -k 5 "$limit" "$@" >"$log" 2>&1
   say "$name: exit code $?, $((SECONDS - start)) s"
   grep -v "^\(capturing\|captured\|compil\|\*\*\*\)" "$log" | tail -n "${LINES_OF:-40}" |
     cut -c1-240 | tee -a "$OUT/parallel.log"
@@ -106,6 +107,15 @@ all_reduce() {
     --json "$OUT/all_reduce.json"
 }
 
+custom() {
+  rm -f "$OUT/all_reduce_vllm.json"
+  # shellcheck disable=SC2046
+  PATHS=$THEIRS LINES_OF=30 timed custom 60 \
+    $(ranks -m ostinato bench all-reduce) --rows 1 4 16 64 256 --form sum int8 \
+    --peer vllm_custom --json "$W/all_reduce_vllm.json"
+  [ -s "$W/all_reduce_vllm.json" ] && cp "$W/all_reduce_vllm.json" "$OUT/"
+}
+
 engine() {
   # shellcheck disable=SC2046
   timed engine 110 $(ranks -m ostinato bench engine --tp "$RANKS") \
@@ -121,7 +131,7 @@ if has vllm; then
     >"$W/vllm.log" 2>&1 &
   vllm=$!
 fi
-for part in build tests replays faults all_reduce engine; do
+for part in build tests replays faults all_reduce custom engine; do
   has "$part" && "$part"
 done
 if [ -n "$vllm" ]; then
