@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_cases import USES
 from rank_forks import LONGEST_S, run_cases
 from test_parallel_faults import GPU_TIMEOUT_S, SHORT, problems
 
@@ -118,3 +119,19 @@ def test_what_happens_to_one_gpus_rank_is_named_by_the_other() -> None:
     expected = alone["ranks"][0]["told"][:-1]
     wrong = [problem for report in reports for problem in problems(report, expected)]
     assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(150)
+def test_what_two_gpus_serve_is_what_one_serves() -> None:
+    """Each use of an engine; grammars are of the host, and tried there."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    used = {"scenario": "everything", "device": "cuda", "skipped": ["structured"]}
+    cases = [{**used, "size": 1, "alone": True}, {**used, "size": 2, "timeout_s": 60}]
+    alone, together = run_cases(cases, at_once=2)
+    for rank in (*alone["ranks"], *together["ranks"]):
+        assert rank["code"] == 0, rank["stderr"]
+    expected, found = alone["ranks"][0]["told"], together["ranks"][0]["told"]
+    assert len(expected) == len(USES)  # without one, with the end
+    assert found == expected

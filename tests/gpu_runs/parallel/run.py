@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from ostinato.models import Decoder
+    from ostinato.models.parts import ExpertsPart
     from ostinato.parallel import Ranks
 
 ROOT = Path(__file__).parents[3]
@@ -40,6 +41,7 @@ CPU = os.environ.get("TP_CPU") == "1"
 OUT = Path(os.environ.get("OUT", "/tmp/tp_out"))
 W = Path(os.environ.get("W", "/tmp/tp_run"))
 SHAPE = "tiny" if CPU else "llama-3.1-70b"
+EXPERTS = "tiny-moe" if CPU else "qwen3-30b-a3b"
 BATCHES = (1, 2) if CPU else (1, 32)
 PROMPT, COUNTS, REPEATS = (4, (2, 12), 1) if CPU else (128, (32, 160), 3)
 GIB = 2**30
@@ -89,7 +91,8 @@ def kernels(ranks: int) -> None:
     from ostinato.bench.weights import _RandomLoader, dtype_named
     from ostinato.cli.build import _model_kernels
     from ostinato.jit.variant import Variant
-    from ostinato.models import DenseLinear, W8A8Linear, family_of, read_config
+    from ostinato.models import DenseLinear, W8A8Linear, family_of, kv_format, read_config
+    from ostinato.models.experts.products import W8A8Experts
     from ostinato.ops.collective.collective_cuda import collective_kernel
     from ostinato.ops.collective.communicator import local_communicators
     from ostinato.ops.linear.quantize_cuda import input_kernel
@@ -111,15 +114,21 @@ def kernels(ranks: int) -> None:
             codes = torch.empty(shape, dtype=dtype_named(precision))
             return W8A8Linear(codes, torch.empty(shape[0]), out, batch_invariant=True)
 
+        def experts(self, part: ExpertsPart) -> W8A8Experts:
+            shape = (part.num_experts, *part.shape)
+            codes = torch.empty(shape, dtype=dtype_named(self.precision))
+            return W8A8Experts(codes, part.gated, torch.empty(shape[:2]), bf16)
+
     need: set[Variant] = set()
-    config = read_config({**SHAPES[SHAPE], "num_hidden_layers": 1})
-    family = family_of(config)
-    loader = Hollow(torch.device("cpu"), "int8", "bf16", True, local_communicators(ranks)[0])
-    layout = family.layout(config).shard(0, ranks)
-    model = family.load(
-        config.of_rank(ranks), layout, loader, max_context=1024, batch_invariant=True
-    )
-    need |= set(model.kernels())
+    for shape in (SHAPE, EXPERTS):
+        config = read_config({**SHAPES[shape], "num_hidden_layers": 1})
+        family = family_of(config)
+        loader = Hollow(torch.device("cpu"), "int8", "bf16", True, local_communicators(ranks)[0])
+        layout = family.layout(config).shard(0, ranks)
+        model = family.load(
+            config.of_rank(ranks), layout, loader, max_context=1024, batch_invariant=True
+        )
+        need |= set(model.kernels())
     # Of the tests of ranks, and of `bench all-reduce`.
     tiny = ROOT / "examples/tiny-llama"
     for size in (1, 2):
@@ -131,8 +140,10 @@ def kernels(ranks: int) -> None:
             need.add(collective_kernel("rms_norm", size, bf16, codes))
     for codes in (torch.int8, torch.float8_e4m3fn):
         need.add(input_kernel("rms_norm", bf16, codes))
-    # Of faults, whose ranks must not wait for a compiler.
-    need |= set(tiny_llama("cpu").kernels())
+    # Of faults, whose ranks must not wait for a compiler, and of the tests beside them.
+    for scheme, cache in (("plain", "auto"), ("int8", "fp8")):
+        tiny_model = tiny_llama("cpu", scheme)
+        need |= set(tiny_model.kernels(kv_format(tiny_model.config, None, cache)))
     print(*sorted(variant.name for variant in need), sep="\n")
 
 
@@ -143,25 +154,29 @@ def replays() -> None:
     """Replay graphs of a rank's share, and compare logits with other ranks' and the twin's."""
     import torch
 
-    from ostinato.bench.shapes import SHAPES
-    from ostinato.models import read_config
     from ostinato.parallel import rank_here, start_ranks
 
     device = torch.device("cpu") if CPU else torch.device("cuda", rank_here())
-    config = read_config({**SHAPES[SHAPE], "num_hidden_layers": 2})
     with start_ranks(device, timeout_s=60) as ranks:
         communicator = ranks.connect(device)
         say("rank", ranks.rank, "of", ranks.size, "sums by", type(communicator).__name__)
-        model = random_share(config, device, communicator)
-        for tokens, times in ((1, 10_000), (33, 10_000), (700, 1000)):
-            replay(ranks, model, tokens if not CPU else min(tokens, 5), times if not CPU else 3)
-        texts(ranks, model)
+        for shape, cases in (
+            (SHAPE, ((1, 10_000), (33, 10_000), (700, 1000))),
+            (EXPERTS, ((1, 10_000), (33, 10_000))),
+        ):
+            model = random_share(shape, device, communicator)
+            for tokens, times in cases:
+                replay(ranks, shape, model, *((min(tokens, 5), 3) if CPU else (tokens, times)))
+            texts(ranks, shape, model)
 
 
-def random_share(config: Any, device: torch.device, communicator: Any) -> Decoder:
-    """Return a rank's share of a model, the same for a rank of other communicators."""
+def random_share(shape: str, device: torch.device, communicator: Any) -> Decoder:
+    """Return a rank's share of two layers, the same for a rank of other communicators."""
+    from ostinato.bench.shapes import SHAPES
     from ostinato.bench.weights import random_decoder
-    from ostinato.models import compile_kernels
+    from ostinato.models import compile_kernels, read_config
+
+    config = read_config({**SHAPES[shape], "num_hidden_layers": 2})
 
     model = random_decoder(
         config, "int8", device, max_context=MOST, lm_head="bf16", communicator=communicator
@@ -170,10 +185,10 @@ def random_share(config: Any, device: torch.device, communicator: Any) -> Decode
     return model
 
 
-MOST = 96 if CPU else 2600  # tokens of a sequence
+MOST = 32 if CPU else 2600  # tokens of a sequence
 
 
-def replay(ranks: Ranks, model: Decoder, length: int, times: int) -> None:
+def replay(ranks: Ranks, shape: str, model: Decoder, length: int, times: int) -> None:
     """Replay a prompt's graph so many times, and keep a row of what changed."""
     import torch
 
@@ -217,11 +232,11 @@ def replay(ranks: Ranks, model: Decoder, length: int, times: int) -> None:
     if not ranks.leads:
         ranks.channel.meet("the twin", None, timeout_s=240)
         return
-    twin = twin_logits(ranks.size, model, tokens)
+    twin = twin_logits(ranks.size, shape, model.device, tokens)
     same = [bool(torch.equal(each.to(expected.device), expected)) for each in twin]
     row: dict[str, Any] = {
         "section": "replays",
-        "case": f"{SHAPE} 2 layers tp{ranks.size} M{length}",
+        "case": f"{shape} 2 layers tp{ranks.size} M{length}",
     }
     row |= {"impl": "ostinato_int8", "replays": times, "changed": sum(t for _, t in told)}
     row |= {"ranks_equal": len({d for d, _ in told}) == 1, "twin_equal": all(same)}
@@ -230,30 +245,29 @@ def replay(ranks: Ranks, model: Decoder, length: int, times: int) -> None:
     ranks.channel.meet("the twin", None, timeout_s=240)
 
 
-def twin_logits(size: int, model: Decoder, tokens: list[int]) -> list[torch.Tensor]:
+def twin_logits(
+    size: int, shape: str, device: torch.device, tokens: list[int]
+) -> list[torch.Tensor]:
     """Return the logits of ranks that are threads of this process, and share its device."""
     import torch
     from rank_models import launch_together, rank_logits
 
-    from ostinato.bench.shapes import SHAPES
-    from ostinato.models import read_config
     from ostinato.ops.collective.communicator import local_communicators, run_ranks
     from ostinato.ops.collective.peers import local_peers
 
-    config = read_config({**SHAPES[SHAPE], "num_hidden_layers": 2})
     if CPU:
         made = local_communicators(size, timeout_s=120)
     else:
-        made = local_peers(size, model.device, timeout_s=60)
+        made = local_peers(size, device, timeout_s=60)
         launch_together(made)
-    shares = run_ranks(made, lambda rank: random_share(config, rank.device, rank))
+    shares = run_ranks(made, lambda rank: random_share(shape, rank.device, rank))
     found = rank_logits(shares, tokens)
     if not CPU:
         torch.cuda.synchronize()
     return found
 
 
-def texts(ranks: Ranks, model: Decoder) -> None:
+def texts(ranks: Ranks, shape: str, model: Decoder) -> None:
     """Have the engine replay its graphs, four sequences together and apart: the same tokens."""
     from ostinato.bench.engine import number_tokenizer
     from ostinato.engine import Engine, SamplingParams
@@ -273,7 +287,7 @@ def texts(ranks: Ranks, model: Decoder) -> None:
     together = [c.token_ids for c in engine.generate(prompts, params)]
     apart = [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
     seconds = time.perf_counter() - began
-    row: dict[str, Any] = {"section": "replays", "case": f"{SHAPE} 2 layers tp{ranks.size} texts"}
+    row: dict[str, Any] = {"section": "replays", "case": f"{shape} 2 layers tp{ranks.size} texts"}
     row |= {"impl": "ostinato_int8", "replays": 5 * length, "verified": True}
     row |= {"texts_equal": sum(a == b for a, b in zip(together, apart, strict=True)), "texts": 4}
     row |= {"distinct_tokens": len(set(together[0])), "us": round(seconds / (5 * length) * 1e6, 1)}

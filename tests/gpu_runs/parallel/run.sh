@@ -9,7 +9,7 @@
 # part         s  limit  what
 # build       30    120  kernels that kernels.txt names, 0 s where OSTINATO_CACHE has them
 # tests       60    120  pytest -m gpu of tests/parallel, tests/ops/collective, process_group
-# replays     40     90  10,000 replays on N ranks, bits of all ranks and of their twin
+# replays     70    120  10,000 replays on N ranks, experts too, bits of all and of their twin
 # faults      90    120  200 injected faults, as many as there is time for
 # all_reduce  60    110  `bench all-reduce`, 16 KB to 128 MB, beside NCCL and symmetric memory
 # custom      20     60  `bench all-reduce` beside vLLM's custom all-reduce, up to 4 MB
@@ -89,7 +89,7 @@ tests() {
 replays() {
   rm -f "$W/replays.rows"
   # shellcheck disable=SC2046
-  timed replays 90 $(ranks "$HERE/run.py" replays)
+  timed replays 120 $(ranks "$HERE/run.py" replays)
   join
 }
 
