@@ -4,9 +4,9 @@
 // Compiled with
 //   OSTINATO_DTYPE  bf16, fp16 or fp32, of the logits
 //
-// A warp selects for a token. For few tokens one CTA does all in one launch; for more a second
-// launch plans, with one CTA (plan_few.cuh) or, of many slots, with a CTA for each expert
-// (plan.cuh). Nothing of a row depends on which.
+// A warp selects for a token. For few tokens one CTA does all in one launch. Of more, CTAs have
+// segments: one launch selects, and counts the slots of each expert; a second one plans. Nothing of
+// a row depends on which.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -15,150 +15,156 @@
 #include "common/launch.cuh"
 #include "params.h"
 #include "plan.cuh"
-#include "plan_few.cuh"
 #include "select.cuh"
 
 namespace ostinato::route {
 namespace {
 
-constexpr int kWarps = 16;
-constexpr int kThreads = kWarps * 32;
 constexpr int kMostExperts = 512;
 constexpr int kMostGroups = 32;
 constexpr int kMostTopK = 32;
-constexpr int kPlanWarps = 32;        // of a CTA that plans all slots
-constexpr int kFewTokens = 32;        // that one CTA routes
-constexpr int kFewSlots = 4096;       // that one CTA plans
-constexpr int kMostCopies = 1 << 16;  // slots whose ids a CTA of `plan_many` copies
+constexpr int kMostSegmentTokens = 65535;
+constexpr int kSelectWarps = 16;  // of a CTA that selects for a segment
+constexpr int kPlanWarps = 32;    // of one that plans it
+constexpr int kFewTokens = 32;    // that one CTA routes
+constexpr int kRoundSlots = 4096;
 
 // Warps of the CTA that routes few tokens: as many as registers allow.
 template <int kPerLane>
-constexpr int kFewWarps = kPerLane <= 8 ? 32 : kWarps;
+constexpr int kFewWarps = kPerLane <= 8 ? 32 : 16;
+
+template <int kPerLane>
+using FewPlanner = Planner<kFewWarps<kPerLane>, kFewTokens * kMostTopK>;
+using SegmentPlanner = Planner<kPlanWarps, kRoundSlots>;
+
+// Elements of 4 bytes, rounded up so that vectors can follow.
+__host__ __device__ inline int even(int elements) { return (elements + 1) / 2 * 2; }
 
 // Bytes of the memory that warps need for groups.
 __host__ __device__ inline int selection_bytes(const MoeRouteParams& p, int warps) {
-  return p.groups > 1 ? warps * p.experts * static_cast<int>(sizeof(float)) : 0;
+  return p.groups > 1 ? warps * even(p.experts) * static_cast<int>(sizeof(float)) : 0;
 }
 
-// `ids`: of all slots in shared memory, or null.
+// Selects for the tokens from `first` to `stop`, by all warps of a CTA.
 template <int kPerLane>
-__device__ __forceinline__ void select_tokens(const MoeRouteParams& p, uint8_t* storage, int* ids,
-                                              int first, int step) {
+__device__ __forceinline__ void select_tokens(const MoeRouteParams& p, uint8_t* storage,
+                                              int* counts, int* ids, int first, int stop,
+                                              int warps) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   float* const memory = reinterpret_cast<float*>(storage) + warp * p.experts;
-  Selection<kPerLane> selection(p, memory, ids);
+  Selection<kPerLane> selection(p, memory, counts, ids);
   const int active = p.n_active == nullptr ? p.tokens : *p.n_active;
-  for (int token = first + warp; token < p.tokens; token += step) {
+  for (int token = first + warp; token < stop; token += warps) {
     selection.run(token, token < active);
   }
 }
-
-// Elements that the ids of all slots take in shared memory, whole vectors.
-__host__ __device__ inline int ids_of_few(int slots) { return (slots + 1) / 2 * 2; }
 
 template <int kPerLane>
 __global__ void __launch_bounds__(kFewWarps<kPerLane> * 32, 1)
     route_few(const __grid_constant__ MoeRouteParams p) {
   extern __shared__ __align__(1024) uint8_t storage[];
-  constexpr int kWarpsOfCta = kFewWarps<kPerLane>;
-  int* const ids = reinterpret_cast<int*>(storage + selection_bytes(p, kWarpsOfCta));
-  FewPlanner<kWarpsOfCta, kFewTokens * kMostTopK> planner(
-      p, ids, reinterpret_cast<uint8_t*>(ids + ids_of_few(p.tokens * p.top_k)));
+  constexpr int kWarps = kFewWarps<kPerLane>;
+  int* const ids = reinterpret_cast<int*>(storage + selection_bytes(p, kWarps));
+  FewPlanner<kPerLane> planner(p, 0, ids,
+                               reinterpret_cast<uint8_t*>(ids + even(p.tokens * p.top_k)));
   planner.begin();
   wait_for_predecessor();
   // Not before the wait: see csrc/embed.
   let_successor_start();
-  select_tokens<kPerLane>(p, storage, ids, 0, kWarpsOfCta);
+  __syncthreads();
+  select_tokens<kPerLane>(p, storage, planner.counts(), ids, 0, p.tokens, kWarps);
   planner.run();
 }
 
 template <int kPerLane>
-__global__ void __launch_bounds__(kThreads) select_many(const __grid_constant__ MoeRouteParams p) {
+__global__ void __launch_bounds__(kSelectWarps * 32)
+    select_segment(const __grid_constant__ MoeRouteParams p) {
   extern __shared__ __align__(1024) uint8_t storage[];
+  const int thread = static_cast<int>(threadIdx.x), segment = static_cast<int>(blockIdx.x);
+  int* const counts = reinterpret_cast<int*>(storage + selection_bytes(p, kSelectWarps));
+  for (int i = thread; i < even(p.experts); i += kSelectWarps * 32) {
+    counts[i] = 0;
+  }
   wait_for_predecessor();
   let_successor_start();
-  select_tokens<kPerLane>(p, storage, nullptr, static_cast<int>(blockIdx.x) * kWarps,
-                          static_cast<int>(gridDim.x) * kWarps);
+  __syncthreads();
+  const int tokens = (p.tokens + p.segments - 1) / p.segments, first = segment * tokens;
+  select_tokens<kPerLane>(p, storage, counts, nullptr, first, min(first + tokens, p.tokens),
+                          kSelectWarps);
+  __syncthreads();
+  uint32_t* const of_segment =
+      reinterpret_cast<uint32_t*>(p.counts) + int64_t(segment) * (even(p.experts) / 2);
+  for (int i = thread; i < even(p.experts) / 2; i += kSelectWarps * 32) {
+    of_segment[i] = static_cast<uint32_t>(counts[2 * i]) | static_cast<uint32_t>(counts[2 * i + 1])
+                                                               << 16;
+  }
 }
 
 __global__ void __launch_bounds__(kPlanWarps * 32, 1)
-    plan_few(const __grid_constant__ MoeRouteParams p) {
+    plan_segment(const __grid_constant__ MoeRouteParams p) {
   extern __shared__ __align__(1024) uint8_t storage[];
-  FewPlanner<kPlanWarps, kFewSlots> planner(p, p.ids, storage);
+  const int segment = static_cast<int>(blockIdx.x);
+  SegmentPlanner planner(p, segment, p.ids + int64_t(segment) * SegmentPlanner::segment_slots(p),
+                         storage);
   planner.begin();
   wait_for_predecessor();
   let_successor_start();
   planner.run();
 }
 
-// A CTA has an expert, and the last those slots without one.
-__global__ void __launch_bounds__(kThreads) plan_many(const __grid_constant__ MoeRouteParams p) {
-  extern __shared__ __align__(1024) uint8_t storage[];
-  wait_for_predecessor();
-  let_successor_start();
-  Planner planner(p, storage, kWarps, p.tokens * p.top_k <= kMostCopies);
-  planner.count(kThreads);
-  const int expert = static_cast<int>(blockIdx.x);
-  if (expert == 0) {
-    planner.store_sizes(kThreads);
-  }
-  planner.list_by_cta(expert, kWarps);
-}
-
 bool is_valid(const MoeRouteParams& p) {
   const int64_t slots = int64_t(p.tokens) * p.top_k;
+  const auto aligned = [](const void* pointer, uintptr_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+  };
+  const bool segments =
+      p.segments == 1
+          ? p.tokens <= kFewTokens
+          : p.segments > 1 && p.segments <= p.tokens && p.counts != nullptr &&
+                aligned(p.counts, sizeof(uint32_t)) &&
+                (p.tokens + p.segments - 1) / p.segments <= kMostSegmentTokens &&
+                int64_t(p.tokens + p.segments - 1) / p.segments * (p.segments - 1) < p.tokens;
   return p.experts > 0 && p.experts <= kMostExperts && p.top_k > 0 && p.top_k <= kMostTopK &&
          p.groups > 0 && p.groups <= kMostGroups && p.experts % p.groups == 0 && p.top_groups > 0 &&
          p.top_groups <= p.groups && p.top_k <= p.experts / p.groups * p.top_groups &&
-         p.tile_tokens > 0 && slots <= INT32_MAX - 1024 && p.tokens >= 0 && p.offsets != nullptr &&
-         reinterpret_cast<uintptr_t>(p.tiles) % sizeof(int4) == 0 &&
-         reinterpret_cast<uintptr_t>(p.ids) % sizeof(int4) == 0 && p.n_tiles != nullptr &&
+         p.tile_tokens > 0 && slots <= INT32_MAX - 1024 && p.tokens >= 0 && segments &&
+         p.offsets != nullptr && p.n_tiles != nullptr && aligned(p.tiles, sizeof(int4)) &&
          (p.tokens == 0 || (p.logits != nullptr && p.ids != nullptr && p.weights != nullptr &&
                             p.rows != nullptr && p.tiles != nullptr));
 }
 
 template <int kPerLane>
 cudaError_t route(const MoeRouteParams& p, cudaStream_t stream) {
+  constexpr int kElement = static_cast<int>(sizeof(int));
   LaunchConfig config;
   config.pdl = p.pdl != 0;
-  if (p.tokens <= kFewTokens) {
-    constexpr int kWarpsOfCta = kFewWarps<kPerLane>;
-    config.grid = dim3(1);
-    config.block = dim3(kWarpsOfCta * 32);
-    const int slots = p.tokens * p.top_k;
-    config.dynamic_smem = selection_bytes(p, kWarpsOfCta) +
-                          ids_of_few(slots) * static_cast<int>(sizeof(int)) +
-                          FewMemory::bytes(p.experts, kWarpsOfCta, slots);
+  config.grid = dim3(static_cast<uint32_t>(p.segments));
+  const int slots = SegmentPlanner::segment_slots(p);
+  if (p.segments == 1) {
+    constexpr int kWarps = kFewWarps<kPerLane>;
+    config.block = dim3(kWarps * 32);
+    config.dynamic_smem = selection_bytes(p, kWarps) + even(slots) * kElement +
+                          PlanMemory::bytes(p.experts, kWarps, slots);
     return launch(route_few<kPerLane>, config, stream, p);
   }
-  config.block = dim3(kThreads);
-  constexpr int kMostCtas = 1 << 16;
-  const int ctas = (p.tokens + kWarps - 1) / kWarps;
-  config.grid = dim3(static_cast<uint32_t>(ctas < kMostCtas ? ctas : kMostCtas));
-  config.dynamic_smem = selection_bytes(p, kWarps);
-  OSTINATO_RETURN_IF_ERROR(launch(select_many<kPerLane>, config, stream, p));
-  const int slots = p.tokens * p.top_k;
-  if (slots <= kFewSlots) {
-    config.grid = dim3(1);
-    config.block = dim3(kPlanWarps * 32);
-    config.dynamic_smem = FewMemory::bytes(p.experts, kPlanWarps, slots);
-    return launch(plan_few, config, stream, p);
-  }
-  config.grid = dim3(static_cast<uint32_t>(p.experts + 1));
-  config.dynamic_smem = PlanMemory::bytes(p.experts, kWarps, slots <= kMostCopies ? slots : 0);
-  return launch(plan_many, config, stream, p);
+  config.block = dim3(kSelectWarps * 32);
+  config.dynamic_smem = selection_bytes(p, kSelectWarps) + even(p.experts) * kElement;
+  OSTINATO_RETURN_IF_ERROR(launch(select_segment<kPerLane>, config, stream, p));
+  config.block = dim3(kPlanWarps * 32);
+  config.dynamic_smem =
+      PlanMemory::bytes(p.experts, kPlanWarps, slots < kRoundSlots ? slots : kRoundSlots);
+  return launch(plan_segment, config, stream, p);
 }
 
 // kPerLane: the experts that a warp can have, over 32.
 template <int kPerLane>
 cudaError_t allow_smem() {
-  constexpr int kExperts = kPerLane * 32, kWarpsOfCta = kFewWarps<kPerLane>;
-  const auto groups = [](int warps) { return warps * kExperts * static_cast<int>(sizeof(float)); };
-  constexpr int kMostSlots = kFewTokens * kMostTopK;
-  const int few = groups(kWarpsOfCta) + kMostSlots * static_cast<int>(sizeof(int)) +
-                  FewMemory::bytes(kExperts, kWarpsOfCta, kMostSlots);
+  constexpr int kExperts = kPerLane * 32, kWarps = kFewWarps<kPerLane>;
+  constexpr int kMostSlots = kFewTokens * kMostTopK, kElement = static_cast<int>(sizeof(int));
+  const int few = kWarps * kExperts * kElement + kMostSlots * kElement +
+                  PlanMemory::bytes(kExperts, kWarps, kMostSlots);
   OSTINATO_RETURN_IF_ERROR(allow_dynamic_smem(route_few<kPerLane>, few));
-  return allow_dynamic_smem(select_many<kPerLane>, groups(kWarps));
+  return allow_dynamic_smem(select_segment<kPerLane>, (kSelectWarps + 1) * kExperts * kElement);
 }
 
 }  // namespace
@@ -167,9 +173,7 @@ cudaError_t allow_smem() {
 OSTINATO_EXPORT int ostinato_prepare(void) {
   using namespace ostinato::route;
   OSTINATO_RETURN_IF_ERROR(ostinato::allow_dynamic_smem(
-      plan_few, FewMemory::bytes(kMostExperts, kPlanWarps, kFewSlots)));
-  OSTINATO_RETURN_IF_ERROR(ostinato::allow_dynamic_smem(
-      plan_many, PlanMemory::bytes(kMostExperts, kWarps, kMostCopies)));
+      plan_segment, PlanMemory::bytes(kMostExperts, kPlanWarps, kRoundSlots)));
   OSTINATO_RETURN_IF_ERROR(allow_smem<4>());
   OSTINATO_RETURN_IF_ERROR(allow_smem<8>());
   return allow_smem<16>();

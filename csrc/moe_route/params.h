@@ -19,6 +19,12 @@ struct MoeRouteParams {
   OSTINATO_FIELD(int32_t*, offsets);  // [experts + 1]
   OSTINATO_FIELD(int32_t*, tiles);    // [capacity, 4], 16-byte aligned
   OSTINATO_FIELD(int32_t*, n_tiles);  // [1]
+  // Tokens are divided into so many segments, each but the last of as many. Of one, which has at
+  // most 32 tokens, counts is null; of several it is scratch for their slots of each expert,
+  // uint16 [segments, experts, rounded up to even], 4-byte aligned: a segment has at most 65535
+  // tokens.
+  OSTINATO_FIELD(int32_t, segments);
+  OSTINATO_OPTIONAL(uint16_t*, counts);
   OSTINATO_FIELD(int32_t, tokens);
   OSTINATO_FIELD(int32_t, experts);
   OSTINATO_FIELD(int32_t, top_k);

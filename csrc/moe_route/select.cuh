@@ -61,10 +61,15 @@ struct Scores {
 template <int kPerLane>
 class Selection {
  public:
-  // `memory` has room for an element of each expert, and is needed with groups. `ids`: null, or
-  // where to leave the ids of all slots, too.
-  __device__ Selection(const MoeRouteParams& params, float* memory, int* ids)
-      : params_(params), memory_(memory), ids_(ids), lane_(static_cast<int>(threadIdx.x) % 32) {}
+  // `memory` has room for an element of each expert, and is needed with groups. `counts`: slots of
+  // each expert, to which the token's are added. `ids`: null, or where to leave the ids of all
+  // slots, too.
+  __device__ Selection(const MoeRouteParams& params, float* memory, int* counts, int* ids)
+      : params_(params),
+        memory_(memory),
+        counts_(counts),
+        ids_(ids),
+        lane_(static_cast<int>(threadIdx.x) % 32) {}
 
   // Writes ids and weights of a token.
   __device__ __forceinline__ void run(int token, bool real) {
@@ -125,6 +130,9 @@ class Selection {
       params_.ids[first + lane_] = id;
       if (ids_ != nullptr) {
         ids_[first + lane_] = id;
+      }
+      if (id >= 0) {
+        atomicAdd(&counts_[id], 1);
       }
       params_.weights[first + lane_] = weight;
     }
@@ -218,6 +226,7 @@ class Selection {
 
   const MoeRouteParams& params_;
   float* memory_;
+  int* counts_;
   int* ids_;
   int lane_;
 };

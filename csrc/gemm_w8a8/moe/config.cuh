@@ -28,13 +28,20 @@ inline constexpr int kTileScales =
     kAlternatingScales *
     ceil_div(kChannels + kScaleChannels - std::min(kScaleChannels, kPackedRows), kScaleChannels);
 
+// Whether the epilogue multiplies columns by scales: those of a thread are many, and loaded one by
+// one behind the mainloop they would take longer than to store the results.
+inline constexpr bool kStagesScales = kResultScales && kTokenRows;
+
 struct alignas(1024) Storage {
   // Block scales of a stage: of its channels, and of its rows.
   alignas(16) float w_scales[kScaleStages][kUnits][kTileScales];
   alignas(16) float x_scales[kScaleStages][kUnits][kTokens];
   int32_t x_rows[kTokenWarps][kTokens];  // of the tile that each warp copies
-  uint64_t full[kMaxStages];             // of weights
-  uint64_t full_tokens[kMaxStages];      // of rows of x, and of block scales
+  // Scales of a tile's channels, in the packed order, where they are the MMA's columns: for each
+  // warpgroup, which has rows of its own.
+  float channel_scales[kStagesScales ? kConsumers : 1][kStagesScales ? kChannels : 2];
+  uint64_t full[kMaxStages];         // of weights
+  uint64_t full_tokens[kMaxStages];  // of rows of x, and of block scales
   uint64_t empty[kMaxStages];
 };
 inline constexpr int kStorageBytes = (sizeof(Storage) + 1023) / 1024 * 1024;

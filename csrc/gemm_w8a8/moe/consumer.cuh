@@ -22,7 +22,7 @@ class Consumer : Mainloop {
       : Mainloop(plan, ring, storage), params_(params) {}
 
   __device__ __forceinline__ void run(int tiles) {
-    Epilogue epilogue(params_, plan_, warpgroup_);
+    Epilogue epilogue(params_, plan_, storage_, warpgroup_);
     RingPosition position;
     const int count = tiles * plan_.channel_tiles;
     for (int index = blockIdx.x; index < count; index += gridDim.x) {

@@ -21,9 +21,12 @@ __device__ __forceinline__ float silu_mul(float gate, float up) {
 
 class Epilogue {
  public:
-  __device__ Epilogue(const MoeLinearParams& params, const Plan& plan, int warpgroup)
+  __device__ Epilogue(const MoeLinearParams& params, const Plan& plan, Storage& storage,
+                      int warpgroup)
       : params_(params),
         plan_(plan),
+        channel_scales_(storage.channel_scales[kStagesScales ? warpgroup : 0]),
+        barrier_(1 + warpgroup),
         lane_(threadIdx.x % 32),
         // From one lane: where the compiler does not know that it is the same for all, lanes may
         // part for it, and nothing of the whole loop over tiles is in uniform registers.
@@ -38,6 +41,12 @@ class Epilogue {
     for (int i = 0; i < kRows; ++i) {
       const int of_columns = i / 2 * 8 + lane_ % 4 * 2 + i % 2;
       rows_[i] = row_of(tile, kTokenRows ? row_ + i / 2 * kMmaRows + i % 2 * 8 : of_columns);
+    }
+    if constexpr (kStagesScales) {
+#pragma unroll
+      for (int i = 0; i < kOwnScales; ++i) {
+        own_scales_[i] = scale_of_packed(tile, threadIdx.x % kWarpgroup + i * kWarpgroup);
+      }
     }
     if constexpr (!kTokenRows) {
 #pragma unroll
@@ -54,6 +63,14 @@ class Epilogue {
   }
 
   __device__ __forceinline__ void store(const WorkTile& tile, const Sum (&sums)[kBlocks][kSums]) {
+    if constexpr (kStagesScales) {
+      sync_named(barrier_, kWarpgroup);  // all have read those of the tile before
+#pragma unroll
+      for (int i = 0; i < kOwnScales; ++i) {
+        channel_scales_[threadIdx.x % kWarpgroup + i * kWarpgroup] = own_scales_[i];
+      }
+      sync_named(barrier_, kWarpgroup);
+    }
     if constexpr (kTokenRows) {
       if (params_.gated != 0) {
         store_token_rows<true>(tile, sums);
@@ -81,6 +98,17 @@ class Epilogue {
     const bool to_experts = params_.to_experts != 0;
     const int x_row = to_experts ? slot / params_.top_k : of_plan;
     return {kResultScales ? params_.x_scale[x_row] : 1.0F, to_experts ? of_plan : slot};
+  }
+
+  // Of a channel of a tile in the packed order, 1 behind the tile's last.
+  __device__ __forceinline__ float scale_of_packed(const WorkTile& tile, int packed) const {
+    if (packed >= plan_.tile_channels) {
+      return 1.0F;
+    }
+    const int channel = tile.channel + packed;
+    return w_scale_of(tile, params_.gated == 0 ? channel
+                                               : channel / 16 * 8 + channel % 8 +
+                                                     (channel % 16 >= 8 ? plan_.width : 0));
   }
 
   // Of a channel of the weight; 1 where sums are scaled already.
@@ -139,9 +167,9 @@ class Epilogue {
           const Sum* const of_eight = &sums[block][(first + eight * kEight) / 2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int at = channel + eight * 8 + in_eight + i;
-            const float w = w_scale_of(tile, at);
-            const float up = kGated ? w_scale_of(tile, at + plan_.width) : 0.0F;
+            const int packed = first + eight * kEight + in_eight + i;
+            const float w = kStagesScales ? channel_scales_[packed] : 1.0F;
+            const float up = kStagesScales && kGated ? channel_scales_[packed + 8] : 1.0F;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const float x = rows_[2 * block + half].scale;
@@ -266,6 +294,11 @@ class Epilogue {
   static constexpr int kRows = 2 * (kTokenRows ? kBlocks : kTokens / 8);
   Row rows_[kRows];
   float w_scales_[kBlocks][2];
+  // Where tokens are rows: the scales that this thread hands over to its warpgroup.
+  static constexpr int kOwnScales = kChannels / kWarpgroup;
+  float* const channel_scales_;
+  const int barrier_;
+  float own_scales_[kOwnScales > 0 ? kOwnScales : 1];
 };
 
 }  // namespace ostinato::moe

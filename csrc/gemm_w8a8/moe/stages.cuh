@@ -43,8 +43,9 @@ class Stages : public StageOperands<Plan> {
     }
   }
 
- private:
   Storage& storage_;
+
+ private:
   const bool releases_;
 };
 

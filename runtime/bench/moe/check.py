@@ -15,8 +15,9 @@ from .cases import Case
 from .inputs import Inputs
 
 _TOKENS = 8  # that are compared
-# Of the error's norm, relative: activations are rounded twice, to 8 bits or 16.
-_MAX_ERROR = {torch.int8: 0.03, torch.float8_e4m3fn: 0.08, torch.bfloat16: 0.015}
+# Of the error's norm, relative: activations are rounded twice, to 8 bits or 16. The largest product
+# of gate and up of a token is some 15 times the usual one, of which INT8 leaves 8 steps.
+_MAX_ERROR = {torch.int8: 0.05, torch.float8_e4m3fn: 0.08, torch.bfloat16: 0.015}
 
 
 def expected(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:

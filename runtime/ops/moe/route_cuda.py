@@ -14,6 +14,7 @@ from ...jit.sources import CSRC
 from ...jit.variant import FLOAT_DTYPES, OneDtypeVariant
 from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, on_device
+from ..common.sizes import ceil_div
 from .plan import MoePlan
 
 
@@ -26,7 +27,23 @@ class MoeRoute(OneDtypeVariant):
     needs: ClassVar[frozenset[str]] = frozenset()
 
 
+# csrc/moe_route: tokens that one CTA routes, and that one has of more; CTAs that read what all of
+# them have counted; tokens of a segment whose counts fit into 16 bits.
+_FEW_TOKENS = 32
+_SEGMENT_TOKENS = 16
+_MOST_SEGMENTS = 256
+_MOST_SEGMENT_TOKENS = 65535
+
 register_family(MoeRoute, [MoeRoute(dtype=dtype) for dtype in FLOAT_DTYPES])
+
+
+def segments_of(tokens: int) -> int:
+    """Return how many CTAs route so many tokens."""
+    if tokens <= _FEW_TOKENS:
+        return 1
+    most = max(_MOST_SEGMENTS, ceil_div(tokens, _MOST_SEGMENT_TOKENS))
+    size = ceil_div(tokens, min(ceil_div(tokens, _SEGMENT_TOKENS), most))
+    return ceil_div(tokens, size)
 
 
 def route(
@@ -46,6 +63,10 @@ def route(
     with on_device(device):
         stream = current_stream(device)
         kernel = MoeRoute(dtype=KERNEL_NAMES[logits.dtype])
+        segments, counts = segments_of(plan.tokens), None
+        if segments > 1:
+            shape = (segments, 2 * ceil_div(plan.experts, 2))
+            counts = torch.empty(shape, dtype=torch.int16, device=logits.device)
         load(kernel, device=device, stream=stream).launch(
             logits=logits.data_ptr(),
             logits_stride=logits.stride(0),
@@ -57,6 +78,8 @@ def route(
             offsets=plan.offsets.data_ptr(),
             tiles=plan.tiles.data_ptr(),
             n_tiles=plan.n_tiles.data_ptr(),
+            segments=segments,
+            counts=address_of(counts),
             tokens=plan.tokens,
             experts=plan.experts,
             top_k=plan.top_k,

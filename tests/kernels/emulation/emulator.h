@@ -194,6 +194,8 @@ inline unsigned atomicAdd(unsigned* at, unsigned by) {
   *at += by;
   return before;
 }
+inline int atomicAdd(int* at, int by) { return std::exchange(*at, *at + by); }
+inline int atomicSub(int* at, int by) { return atomicAdd(at, -by); }
 inline unsigned atomicExch(unsigned* at, unsigned value) { return std::exchange(*at, value); }
 inline void __threadfence() {}
 // Time, for those who wait for it to pass: it does when they sleep.

@@ -15,7 +15,7 @@ using ostinato::MoeRouteParams;
 using ostinato::route::Logit;
 
 constexpr int kExpertCounts[] = {1, 4, 8, 60, 128, 160, 512};
-constexpr int kTokenCounts[] = {0, 1, 2, 17, 64, 33, 150, 700};
+constexpr int kTokenCounts[] = {0, 1, 2, 17, 64, 33, 150, 1000};
 constexpr int kTileTokens[] = {8, 16, 32};
 
 struct Case {
@@ -153,6 +153,14 @@ bool run_case(int seed) {
   params.offsets = offsets.data();
   params.tiles = tiles.data();
   params.n_tiles = n_tiles.data();
+  // Tokens of a segment: of few tokens there may be one, of many two that are planned in rounds.
+  const bool in_rounds = made.tokens > 900, may_be_one = made.tokens <= 32;
+  const int size = in_rounds                         ? made.tokens / 2
+                   : may_be_one && random() % 2 != 0 ? std::max(1, made.tokens)
+                                                     : 1 + static_cast<int>(random() % 32);
+  params.segments = std::max(1, (made.tokens + size - 1) / size);
+  std::vector<uint32_t> counts(params.segments * ((made.experts + 1) / 2) + 1, 0x77777777);
+  params.counts = params.segments > 1 ? reinterpret_cast<uint16_t*>(counts.data()) : nullptr;
   params.tokens = made.tokens;
   params.experts = made.experts;
   params.top_k = made.top_k;

@@ -15,6 +15,7 @@ from ops_cases import assert_same_bits, int32
 from ostinato import ops
 from ostinato.ops import reference
 from ostinato.ops.moe.plan import MoePlan, most_tiles
+from ostinato.ops.moe.route_cuda import segments_of
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "mixtral": {"renormalize": True},
@@ -199,3 +200,15 @@ def test_bad_arguments_are_named(
     arguments: dict[str, Any] = {"logits": LOGITS, "top_k": 2} | change
     with pytest.raises(error, match=message):
         ops.moe_route(**arguments)
+
+
+@given(st.one_of(st.integers(0, 600), st.integers(600, 2**27)))
+def test_every_token_is_in_one_segment(tokens: int) -> None:
+    segments = segments_of(tokens)
+    assert segments >= 1
+    if segments > 1:
+        size = -(-tokens // segments)  # as the kernel divides them
+        assert size <= 65535, "counts have 16 bits"
+        assert size * (segments - 1) < tokens <= size * segments, "none is empty"
+    else:
+        assert tokens <= 32
