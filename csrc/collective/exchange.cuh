@@ -84,8 +84,7 @@ __device__ __forceinline__ void all_to_all(const CollectiveParams& p, const Part
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t vector = v * part.threads + part.thread;
       if (row < part.rows && vector < part.vectors) {
-        mailbox.send_to_others(p.rank * segment + row * part.vectors + vector,
-                               own_at(row, v, vector));
+        mailbox.send_to_others(row * part.vectors + vector, segment, own_at(row, v, vector));
       }
     }
   };
@@ -124,20 +123,19 @@ __device__ __forceinline__ void sum_in_one_shot(const CollectiveParams& p, const
 }
 
 // Sums that one rank makes of each row, in turn: rows go to their ranks, sums to all. A region has
-// the rows of each rank that this one adds up, and behind them all sums.
+// the rows of the others that this one adds up, and behind them all sums.
 template <typename T, int kRanks, int kVectors, typename Finish>
 __device__ __forceinline__ void sum_in_two_shots(const CollectiveParams& p, const Part& part,
                                                  Mailbox<kRanks>& mailbox, const Finish& finish) {
   mailbox.open();
   const int32_t size = p.size;
   const uint32_t segment = (p.m + size - 1) / size * part.vectors;
-  const uint32_t sums_at = size * segment;
+  const uint32_t sums_at = (size - 1) * segment;
   for (int32_t row = part.cta; row < part.rows; row += part.ctas) {
     const int32_t owner = row % size;
     for (uint32_t vector = part.thread; owner != p.rank && vector < part.vectors;
          vector += part.threads) {
-      mailbox.send(owner, p.rank * segment + row / size * part.vectors + vector,
-                   load_own<T>(p, row, vector));
+      mailbox.send(owner, row / size * part.vectors + vector, segment, load_own<T>(p, row, vector));
     }
   }
   OSTINATO_DELAY(collective_clear_two_shots, part.thread / 32 == 0);
@@ -168,7 +166,7 @@ __device__ __forceinline__ void sum_in_two_shots(const CollectiveParams& p, cons
 // Vectors of a region that a launch uses.
 __host__ __device__ inline int64_t used_vectors(const CollectiveParams& p, int64_t row_vectors) {
   const int32_t rows_of_each = p.two_shot != 0 ? (p.m + p.size - 1) / p.size : p.m;
-  return (p.size * rows_of_each + (p.two_shot != 0 ? p.m : 0)) * row_vectors;
+  return ((p.size - 1) * rows_of_each + (p.two_shot != 0 ? p.m : 0)) * row_vectors;
 }
 
 }  // namespace

@@ -53,34 +53,42 @@ class Mailbox {
     own_ += offset_;
   }
 
-  // Sends a vector to every other rank, as the vector of this index.
-  __device__ __forceinline__ void send_to_others(uint32_t index, const uint4& words) const {
+  // A region has a segment for each other rank, in rank order: that of rank `from` at rank `at`.
+  static __device__ __forceinline__ uint32_t segment_of(int from, int at) {
+    return static_cast<uint32_t>(from - (from > at ? 1 : 0));
+  }
+
+  // Sends a vector to every other rank, as the vector of this index of this rank's segment.
+  __device__ __forceinline__ void send_to_others(uint32_t index, uint32_t segment,
+                                                 const uint4& words) const {
     const uint4 sent = sendable(words);
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) {
       if (r < size_ && r != rank_ && !gave_up_) {
-        store_to_peer(buffer_of(r) + offset_ + index, sent);
+        store_to_peer(buffer_of(r) + offset_ + segment_of(rank_, r) * segment + index, sent);
       }
     }
   }
 
-  // Likewise to every rank, itself too.
+  // Likewise to every rank, itself too, as the vector of this index of the region.
   __device__ __forceinline__ void send_to_all(uint32_t index, const uint4& words) const {
-    send_to_others(index, words);
+    send_to_others(index, 0, words);
     if (!gave_up_) {
       store_to_peer(own_ + index, sendable(words));
     }
   }
 
-  // Likewise to one.
-  __device__ __forceinline__ void send(int to, uint32_t index, const uint4& words) const {
+  // Likewise to another one, as the vector of this index of this rank's segment.
+  __device__ __forceinline__ void send(int to, uint32_t index, uint32_t segment,
+                                       const uint4& words) const {
     if (!gave_up_) {
-      store_to_peer(buffer_of(to) + offset_ + index, sendable(words));
+      store_to_peer(buffer_of(to) + offset_ + segment_of(rank_, to) * segment + index,
+                    sendable(words));
     }
   }
 
-  // Waits for a vector of each rank, rank r's at index + r * segment, and passes them on in rank
-  // order: take(r, words). That of this rank is `own`.
+  // Waits for the vector of this index of each rank's segment, and passes them on in rank order:
+  // take(r, words). That of this rank is `own`.
   template <typename Take>
   __device__ __forceinline__ void receive_each(uint32_t index, uint32_t segment, const uint4& own,
                                                Take&& take) {
@@ -90,7 +98,7 @@ class Mailbox {
     for (int r = 0; r < kRanks; ++r) {  // all of them in flight
       words[r] = r == rank_ ? own : absent();
       if (r < size_ && r != rank_ && !gave_up_) {
-        words[r] = load_from_peer(first + r * segment);
+        words[r] = load_from_peer(first + segment_of(r, rank_) * segment);
       }
     }
     while (!gave_up_) {
@@ -99,7 +107,7 @@ class Mailbox {
       for (int r = kRanks - 1; r >= 0; --r) {
         if (r < size_ && r != rank_ && is_absent(words[r])) {
           missing = r;
-          words[r] = load_from_peer(first + r * segment);
+          words[r] = load_from_peer(first + segment_of(r, rank_) * segment);
         }
       }
       if (missing < 0) {

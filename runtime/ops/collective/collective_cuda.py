@@ -157,8 +157,8 @@ def launches_of(
     ranks = next(ranks for ranks in _RANKS if size <= ranks)
     two_shot = not gathers and rows * row_vectors * VECTOR > _ONE_SHOT_BYTES[ranks]
     held = region_vectors // row_vectors
-    # Of two shots: each rank's rows that this one adds up, a size-th of them, and all sums.
-    most = (held - size) // 2 if two_shot else held // size
+    # The others' rows; of two shots a size-th of them, which this rank adds up, and all sums.
+    most = (held - size) // 2 if two_shot else held // max(1, size - 1)
     each = ceil_div(rows, max(1, ceil_div(rows, most)))  # a short last one would take a trip, too
     for first in range(0, rows, max(1, each)):
         yield Rows(first, min(each, rows - first), two_shot)

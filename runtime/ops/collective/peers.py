@@ -28,7 +28,7 @@ from .communicator import (
 # What every rank says, in rank order, of what this one says.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 
-DEFAULT_REGION_BYTES = 64 << 20  # a prompt's chunk of 2048 rows of 16 KB, of two ranks
+DEFAULT_REGION_BYTES = 32 << 20  # a prompt's chunk of 2048 rows of 16 KB, of another rank
 _REGIONS = 3
 _STOPPED = 0x100  # as in csrc/collective/params.h
 _CONTROL = struct.Struct("<8QQ4I")  # CollectiveControl there
