@@ -80,8 +80,8 @@ class PagePool:
                 f"KV cache: {count} pages needed, {self.available} of {self.num_pages - 1} free"
             )
         while self._one_order and sum(map(len, self._free)) < count:
-            page = self._evict(0)
-            self._free[self._partition(page)].append(page)
+            given_up = self._evict(0)
+            self._free[self._partition(given_up)].append(given_up)
         left = [len(free) + len(kept) for free, kept in zip(self._free, self._kept, strict=True)]
         partition = int(left[1] > left[0]) if like is None else self._partition(like)
         pages = []
