@@ -64,12 +64,13 @@ class Stages : public StageOperands<Plan> {
 
   // The scales of a tile in those of a unit of a stage. A template, so that only variants with
   // scales need their memory.
-  template <class AnyTile>
+  template <class AnyTile, class Storage = FixedStorage>
   __device__ __forceinline__ TileScales scales_of(const AnyTile& work_tile, int slot,
                                                   int unit) const {
+    const Storage& fixed = fixed_;
     const int place_x = place_in_scale_box(work_tile.token);
     const int place_w = place_in_scale_box(work_tile.channel / kScaleChannels);
-    return {fixed_.x_scales[slot].of[unit] + place_x, fixed_.w_scales[slot].of[unit] + place_w,
+    return {fixed.x_scales[slot].of[unit] + place_x, fixed.w_scales[slot].of[unit] + place_w,
             work_tile.channel % kScaleChannels};
   }
 
