@@ -4,14 +4,15 @@
 // Compiled with
 //   OSTINATO_DTYPE  bf16, fp16 or fp32, of the logits
 //
-// A warp selects for a token. For few tokens one CTA does all in one launch. Of more, CTAs have
-// segments: one launch selects, and counts the slots of each expert; a second one plans. Nothing of
-// a row depends on which.
+// A warp selects for a token. For few tokens one CTA does all. Of more, CTAs have segments: they
+// select, count the slots of each expert, and plan once all have counted. A cluster does that in
+// one launch, any number of CTAs in two. Nothing of a row depends on which.
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "params.h"
 #include "plan.cuh"
@@ -28,6 +29,7 @@ constexpr int kSelectWarps = 16;  // of a CTA that selects for a segment
 constexpr int kPlanWarps = 32;    // of one that plans it
 constexpr int kFewTokens = 32;    // that one CTA routes
 constexpr int kRoundSlots = 4096;
+constexpr int kMostClusterSlots = kSelectWarps * kMostTopK;  // of a CTA, whose warps have a token
 
 // Warps of the CTA that routes few tokens: as many as registers allow.
 template <int kPerLane>
@@ -36,6 +38,7 @@ constexpr int kFewWarps = kPerLane <= 8 ? 32 : 16;
 template <int kPerLane>
 using FewPlanner = Planner<kFewWarps<kPerLane>, kFewTokens * kMostTopK>;
 using SegmentPlanner = Planner<kPlanWarps, kRoundSlots>;
+using ClusterPlanner = Planner<kSelectWarps, kMostClusterSlots>;
 
 // Elements of 4 bytes, rounded up so that vectors can follow.
 __host__ __device__ inline int even(int elements) { return (elements + 1) / 2 * 2; }
@@ -76,28 +79,35 @@ __global__ void __launch_bounds__(kFewWarps<kPerLane> * 32, 1)
   planner.run();
 }
 
+// Selects for the tokens of this CTA's segment, and writes how many slots of it each expert has.
+// `counts` is shared memory, cleared.
+template <int kPerLane>
+__device__ __forceinline__ void select_and_count(const MoeRouteParams& p, uint8_t* storage,
+                                                 int* counts) {
+  const int segment = static_cast<int>(blockIdx.x), words = even(p.experts) / 2;
+  const int tokens = (p.tokens + p.segments - 1) / p.segments, first = segment * tokens;
+  select_tokens<kPerLane>(p, storage, counts, nullptr, first, min(first + tokens, p.tokens),
+                          kSelectWarps);
+  __syncthreads();
+  uint32_t* const of_segment = reinterpret_cast<uint32_t*>(p.counts) + int64_t(segment) * words;
+  for (int i = static_cast<int>(threadIdx.x); i < words; i += kSelectWarps * 32) {
+    of_segment[i] = static_cast<uint32_t>(counts[2 * i]) | static_cast<uint32_t>(counts[2 * i + 1])
+                                                               << 16;
+  }
+}
+
 template <int kPerLane>
 __global__ void __launch_bounds__(kSelectWarps * 32)
     select_segment(const __grid_constant__ MoeRouteParams p) {
   extern __shared__ __align__(1024) uint8_t storage[];
-  const int thread = static_cast<int>(threadIdx.x), segment = static_cast<int>(blockIdx.x);
   int* const counts = reinterpret_cast<int*>(storage + selection_bytes(p, kSelectWarps));
-  for (int i = thread; i < even(p.experts); i += kSelectWarps * 32) {
+  for (int i = static_cast<int>(threadIdx.x); i < even(p.experts); i += kSelectWarps * 32) {
     counts[i] = 0;
   }
   wait_for_predecessor();
   let_successor_start();
   __syncthreads();
-  const int tokens = (p.tokens + p.segments - 1) / p.segments, first = segment * tokens;
-  select_tokens<kPerLane>(p, storage, counts, nullptr, first, min(first + tokens, p.tokens),
-                          kSelectWarps);
-  __syncthreads();
-  uint32_t* const of_segment =
-      reinterpret_cast<uint32_t*>(p.counts) + int64_t(segment) * (even(p.experts) / 2);
-  for (int i = thread; i < even(p.experts) / 2; i += kSelectWarps * 32) {
-    of_segment[i] = static_cast<uint32_t>(counts[2 * i]) | static_cast<uint32_t>(counts[2 * i + 1])
-                                                               << 16;
-  }
+  select_and_count<kPerLane>(p, storage, counts);
 }
 
 __global__ void __launch_bounds__(kPlanWarps * 32, 1)
@@ -110,6 +120,35 @@ __global__ void __launch_bounds__(kPlanWarps * 32, 1)
   wait_for_predecessor();
   let_successor_start();
   planner.run();
+}
+
+// Both, by a cluster of as many CTAs as segments.
+template <int kPerLane>
+__global__ void __launch_bounds__(kSelectWarps * 32, 1)
+    route_cluster(const __grid_constant__ MoeRouteParams p) {
+  extern __shared__ __align__(1024) uint8_t storage[];
+  const int segment = static_cast<int>(blockIdx.x);
+  int* const counts = reinterpret_cast<int*>(storage + selection_bytes(p, kSelectWarps));
+  ClusterPlanner planner(p, segment, p.ids + int64_t(segment) * ClusterPlanner::segment_slots(p),
+                         reinterpret_cast<uint8_t*>(counts + even(p.experts)));
+  for (int i = static_cast<int>(threadIdx.x); i < even(p.experts); i += kSelectWarps * 32) {
+    counts[i] = 0;
+  }
+  planner.begin();
+  wait_for_predecessor();
+  let_successor_start();
+  __syncthreads();
+  select_and_count<kPerLane>(p, storage, counts);
+  if constexpr (kHasClusters) {
+    sync_cluster();
+  }
+  planner.run();
+}
+
+// Whether a cluster routes: of sizes that every GPU with clusters has, a token for each warp.
+bool suits_cluster(const MoeRouteParams& p) {
+  return kHasClusters && (p.segments == 2 || p.segments == 4 || p.segments == 8) &&
+         (p.tokens + p.segments - 1) / p.segments <= kSelectWarps;
 }
 
 bool is_valid(const MoeRouteParams& p) {
@@ -149,6 +188,11 @@ cudaError_t route(const MoeRouteParams& p, cudaStream_t stream) {
   }
   config.block = dim3(kSelectWarps * 32);
   config.dynamic_smem = selection_bytes(p, kSelectWarps) + even(p.experts) * kElement;
+  if (suits_cluster(p)) {
+    config.cluster = config.grid;
+    config.dynamic_smem += PlanMemory::bytes(p.experts, kSelectWarps, slots);
+    return launch(route_cluster<kPerLane>, config, stream, p);
+  }
   OSTINATO_RETURN_IF_ERROR(launch(select_segment<kPerLane>, config, stream, p));
   config.block = dim3(kPlanWarps * 32);
   config.dynamic_smem =
@@ -163,8 +207,12 @@ cudaError_t allow_smem() {
   constexpr int kMostSlots = kFewTokens * kMostTopK, kElement = static_cast<int>(sizeof(int));
   const int few = kWarps * kExperts * kElement + kMostSlots * kElement +
                   PlanMemory::bytes(kExperts, kWarps, kMostSlots);
+  const int select = (kSelectWarps + 1) * kExperts * kElement;
   OSTINATO_RETURN_IF_ERROR(allow_dynamic_smem(route_few<kPerLane>, few));
-  return allow_dynamic_smem(select_segment<kPerLane>, (kSelectWarps + 1) * kExperts * kElement);
+  OSTINATO_RETURN_IF_ERROR(
+      allow_dynamic_smem(route_cluster<kPerLane>,
+                         select + PlanMemory::bytes(kExperts, kSelectWarps, kMostClusterSlots)));
+  return allow_dynamic_smem(select_segment<kPerLane>, select);
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ struct MoeRouteParams {
   // Tokens are divided into so many segments, each but the last of as many. Of one, which has at
   // most 32 tokens, counts is null; of several it is scratch for their slots of each expert,
   // uint16 [segments, experts, rounded up to even], 4-byte aligned: a segment has at most 65535
-  // tokens.
+  // tokens. 2, 4 or 8 segments of at most 16 tokens take one launch where there are clusters.
   OSTINATO_FIELD(int32_t, segments);
   OSTINATO_OPTIONAL(uint16_t*, counts);
   OSTINATO_FIELD(int32_t, tokens);

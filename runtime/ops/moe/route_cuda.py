@@ -27,10 +27,11 @@ class MoeRoute(OneDtypeVariant):
     needs: ClassVar[frozenset[str]] = frozenset()
 
 
-# csrc/moe_route: tokens that one CTA routes, and that one has of more; CTAs that read what all of
-# them have counted; tokens of a segment whose counts fit into 16 bits.
+# csrc/moe_route: tokens that one CTA routes, and that one has of more, of which a cluster has a power
+# of two; CTAs that read what all of them have counted; tokens whose counts fit into 16 bits.
 _FEW_TOKENS = 32
 _SEGMENT_TOKENS = 16
+_CLUSTERS = (4, 8)
 _MOST_SEGMENTS = 256
 _MOST_SEGMENT_TOKENS = 65535
 
@@ -41,6 +42,9 @@ def segments_of(tokens: int) -> int:
     """Return how many CTAs route so many tokens."""
     if tokens <= _FEW_TOKENS:
         return 1
+    for cluster in _CLUSTERS:
+        if tokens <= cluster * _SEGMENT_TOKENS:
+            return cluster
     most = max(_MOST_SEGMENTS, ceil_div(tokens, _MOST_SEGMENT_TOKENS))
     size = ceil_div(tokens, min(ceil_div(tokens, _SEGMENT_TOKENS), most))
     return ceil_div(tokens, size)

@@ -157,7 +157,9 @@ bool run_case(int seed) {
   const bool in_rounds = made.tokens > 900, may_be_one = made.tokens <= 32;
   const int size = in_rounds                         ? made.tokens / 2
                    : may_be_one && random() % 2 != 0 ? std::max(1, made.tokens)
-                                                     : 1 + static_cast<int>(random() % 32);
+                   : made.tokens <= 64 && random() % 2 != 0
+                       ? made.tokens / 4 + 1  // a cluster has them
+                       : 1 + static_cast<int>(random() % 32);
   params.segments = std::max(1, (made.tokens + size - 1) / size);
   std::vector<uint32_t> counts(params.segments * ((made.experts + 1) / 2) + 1, 0x77777777);
   params.counts = params.segments > 1 ? reinterpret_cast<uint16_t*>(counts.data()) : nullptr;

@@ -17,6 +17,8 @@ inline int sms = 1, clusters = 1;  // of the device; clusters that it runs at th
 
 namespace ostinato {
 
+inline constexpr bool kHasClusters = true;
+
 struct LaunchConfig {
   dim3 grid, block;
   std::size_t dynamic_smem = 0;
