@@ -26,8 +26,7 @@ __device__ __forceinline__ void run_serial_chain(Storage& shared, Mainloop& main
   OSTINATO_DELAY(decode_keys_load, warp == 1);
   // Keys past the end of the sequence are arbitrary; the mask discards their scores.
   mainloop.multiply_keys(shared.keys.blocks[stage][warp]);
-  const TokenScales scales =
-      token_scales ? TokenScales(shared.scales[stage][warp]) : TokenScales();
+  const TokenScales scales = token_scales ? TokenScales(shared.scales[stage][warp]) : TokenScales();
   const Scores shifted = mainloop.scale(mask, own_token, mask.hides_some(own_token), scales);
   const Columns own_tops = highest(shifted.values[0]);
   if (lane < 4) {

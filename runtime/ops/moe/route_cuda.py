@@ -27,8 +27,8 @@ class MoeRoute(OneDtypeVariant):
     needs: ClassVar[frozenset[str]] = frozenset()
 
 
-# csrc/moe_route: tokens that one CTA routes, and that one has of more, of which a cluster has a power
-# of two; CTAs that read what all of them have counted; tokens whose counts fit into 16 bits.
+# csrc/moe_route: tokens that one CTA routes, and that one has of more; how many a cluster may have;
+# CTAs that read what all of them have counted; tokens whose counts fit into 16 bits.
 _FEW_TOKENS = 32
 _SEGMENT_TOKENS = 16
 _CLUSTERS = (4, 8)
