@@ -56,6 +56,14 @@ inline constexpr Source kSource = Source::OSTINATO_SOURCE;
 // Whether TMA copies keys and values.
 inline constexpr bool kCopiesKv = kSource != Source::Slots && !kDequantizes;
 
+#ifndef OSTINATO_TRY_FENCE
+#define OSTINATO_TRY_FENCE 1
+#endif
+// Whether consumers order what threads have written before wgmma. (The fence waits for all loads of
+// its thread, and producers have some in flight.)
+inline constexpr bool kConsumersFence =
+    kDequantizes ? OSTINATO_TRY_FENCE != 0 : kSource == Source::Slots;
+
 inline constexpr int kDim = OSTINATO_HEAD_DIM;
 inline constexpr int kValueDim = OSTINATO_VALUE_DIM;
 inline constexpr int kKeys = OSTINATO_KEYS;
@@ -100,12 +108,10 @@ inline constexpr int kCounterBytes = kPromotesToGmem ? 256 : 8;
 inline constexpr int kPromotionBytes = kPromotesToGmem ? kOutputs * 4 * kConsumerThreads : 0;
 
 // With three consumer warpgroups and head dims up to 64, consumers can give up registers to warps
-// that copy pages. Warps that dequantise hold a tile of keys and one of values.
+// that copy pages.
 struct Registers {
-  static constexpr RegisterSplit kDequantizing = kConsumers == 3 ? RegisterSplit{56, 152}
-                                                 : kDim > 128 || kTokenScales
-                                                     ? RegisterSplit{72, 216}
-                                                     : RegisterSplit{104, 200};
+  static constexpr RegisterSplit kDequantizing =
+      kConsumers == 3 ? RegisterSplit{56, 152} : RegisterSplit{56, 224};
   static constexpr bool kSpares =
       kSource == Source::Pages && kConsumers == 3 && kOutputs <= 32 && !kDebugPrint;
   static constexpr RegisterSplit kSplit = kSpares ? RegisterSplit{56, 152}
@@ -114,8 +120,6 @@ struct Registers {
                                               : RegisterTable<kConsumers, kDebugPrint>::kSplit;
 };
 static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
-// Vectors of 16 bytes that a thread which dequantises holds ahead of use.
-inline constexpr int kMostHeld = kDim > 128 ? 4 : Registers::kDequantizing.producer == 104 ? 16 : 8;
 static_assert(kScores + kKeySteps * 4 + kOutputs +
                       (kFp8 ? (kPromotesToGmem ? 0 : kOutputs) + 20 : 32) <=
                   Registers::kSplit.consumer,

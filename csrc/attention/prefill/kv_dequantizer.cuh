@@ -1,27 +1,20 @@
-// The KV dequantiser: producer warps that read 8-bit keys or values from global memory, convert
-// them exactly to 16-bit operands, and write these as TMA would.
+// The KV dequantiser: producer warps that copy 8-bit keys or values into the stage of the ring that
+// their operands will fill, convert them exactly to 16 bits, and write these as TMA would.
 //
-// A lane holds vectors of the next tile in registers: each is loaded when its register becomes
-// free, about a tile before its use, which hides the latency of memory. Rows that no query of the
-// work tile sees are not read and become 0, so that consumers need not clear them.
+// The copies of the next tile are asked for before a tile is converted, which hides the latency of
+// memory. A row's 8-bit elements lie in the half of its operands that is written last, and a lane
+// converts what it has copied. Rows that no query of the work tile sees are not read and become 0,
+// so that consumers need not clear them.
 #pragma once
 
 #include "attention/common/dequant.cuh"
+#include "common/async_copy.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
 #include "kv_vectors.cuh"
 #include "token_scales.cuh"
 
 namespace ostinato::prefill {
-
-// Reads 16 bytes past the L1: other SMs may read them again, this one does not.
-__device__ __forceinline__ uint4 load_vector(const void* from) {
-  uint4 words;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(from));
-  return words;
-}
 
 // Of `What`, keys or values, of one work tile. Its functions are called by a warp.
 template <class What>
@@ -33,35 +26,40 @@ class KvDequantizer {
       : shared_(shared), args_(args), work_tile_(work_tile), warp_(warp) {}
 
   // Fills the ring with the work tile's tiles, and the ring of scales if tokens have their own.
-  // Calls `then` before tile `due`, or after the last one.
+  // Calls `then` when the next work tile should be found.
   template <class Then>
   __device__ __forceinline__ void run(CompactRingPosition& position, CompactRingPosition& scales,
-                                      int due, Then then) {
+                                      Then then) {
     // The number of tiles is read anew each time: registers are few.
-    Vector held[Vectors::kHeld];
-    Rows rows = find_rows(0);
-    load_first(rows, held);
-    RowScales row_scales = load_scales(rows);
-    Rows next = find_rows(1);
+    Rows next = find_rows(0);
+    copy(position, addresses_of(next));
+    RowScales row_scales = load_scales(next);
+    next = find_rows(1);
 #pragma unroll 1
     for (int n = 0; n < work_tile_.tiles(); ++n) {
-      if (n == due) {
+      if (n == tile_of_next()) {
         then();
-        load_first(find_rows(n), held);  // again, since registers have no room for both
+      }
+      const bool more = n + 1 < work_tile_.tiles();
+      CompactRingPosition after = position;
+      after.advance(kStagesOf<What>);
+      if (kCopiesAhead && more) {
+        copy(after, addresses_of(next));
+        wait_copies<1>();
+      } else {
+        wait_copies<0>();
       }
       write_row_scales(scales, row_scales);
-      fill(position, rows, row_scales, held);
-      if constexpr (kSource == Source::Packed) {
-        rows = find_rows(n + 1);
-        load_first(rows, held);
-      } else {
-        rows = next;
-        load_first(rows, held);
-        next = find_rows(n + 2);  // page ids are read a tile ahead
+      const NonNumbers non_numbers(row_scales);
+      row_scales = load_scales(next);
+      fill(position, non_numbers);
+      if (!kCopiesAhead && more) {
+        copy(after, addresses_of(next));
       }
-      row_scales = load_scales(rows);
+      next = find_rows(n + 2);  // page ids are read a tile ahead
+      position = after;
     }
-    if (work_tile_.tiles() <= due) {
+    if (work_tile_.tiles() <= tile_of_next()) {
       then();
     }
   }
@@ -69,6 +67,19 @@ class KvDequantizer {
  private:
   using Vectors = KvVectors<What>;
   using Vector = uint4;
+
+  // Of two stages, the other one is still read when a tile is converted.
+  static constexpr bool kCopiesAhead = kStagesOf<What> > 2;
+  // Vectors of 8-bit elements that a lane has read before it converts one.
+  static constexpr int kRead = 4;
+  static_assert(!kDequantizes || Vectors::kCount % kRead == 0, "they take turns in registers");
+
+  // The tile before which the next work tile is found (the number of tiles: after the last). The
+  // ring is full then, so that consumers do not wait for it.
+  static constexpr int kFindingTiles = 6, kLeastTiles = 2;
+  __device__ __forceinline__ int tile_of_next() const {
+    return max(work_tile_.tiles() - kFindingTiles, kLeastTiles);
+  }
 
   // This lane's rows of a tile: of each 32 one.
   struct Rows {
@@ -115,16 +126,29 @@ class KvDequantizer {
     }
   }
 
-  // Values with a scale that is no number become NaN, in the stage that begins at `to`.
+  // Rows of values with a scale that is no number, one bit each.
+  struct NonNumbers {
+    uint32_t rows[kRowSets];
+
+    __device__ __forceinline__ explicit NonNumbers(const RowScales& row_scales) {
+#pragma unroll
+      for (int set = 0; set < kRowSets; ++set) {
+        rows[set] = kTokenScales && std::is_same_v<What, Values>
+                        ? __ballot_sync(0xffffffff, !TokenScale::is_number(row_scales.value[set]))
+                        : 0;
+      }
+    }
+  };
+
+  // They become NaN in the stage that begins at `to`.
   __device__ __forceinline__ static void clear_non_numbers(uint8_t* to,
-                                                           const RowScales& row_scales) {
+                                                           const NonNumbers& non_numbers) {
     if constexpr (kTokenScales && std::is_same_v<What, Values>) {
       constexpr uint32_t kNaNs = 0x7fff7fff;
       const int lane = threadIdx.x % 32;
 #pragma unroll
       for (int set = 0; set < kRowSets; ++set) {
-        uint32_t rows = __ballot_sync(0xffffffff, !TokenScale::is_number(row_scales.value[set]));
-        for (; rows != 0; rows &= rows - 1) {
+        for (uint32_t rows = non_numbers.rows[set]; rows != 0; rows &= rows - 1) {
           if (lane < kValueDim / 8) {
             const int row = set * 32 + __ffs(static_cast<int>(rows)) - 1;
             *reinterpret_cast<uint4*>(to + lane / 8 * kKeyStrip + row * kStripBytes +
@@ -176,60 +200,71 @@ class KvDequantizer {
     return addresses;
   }
 
-  // Loads this lane's vector i of a tile.
-  __device__ __forceinline__ static Vector load(const Addresses& addresses, int i, int lane) {
+  __device__ __forceinline__ uint8_t* stage(const CompactRingPosition& position) const {
+    return ring_of<What>(shared_).tiles[position.slot] + warp_ * kWarpRows * kStripBytes;
+  }
+
+  // Where this lane's vector i of a tile is; 0 if no query sees it.
+  __device__ __forceinline__ static uint64_t address_of(const Addresses& addresses, int i,
+                                                        int lane) {
     const int first_row = i * Vectors::kRowsAtOnce;
-    const uint64_t from =
-        __shfl_sync(0xffffffff, addresses.of[first_row / 32], first_row % 32 + Vectors::row(lane));
-    Vector words = make_uint4(0, 0, 0, 0);
-    if (from != 0) {
-      words = load_vector(reinterpret_cast<const CacheType*>(from) + Vectors::vector(lane) * 16);
-    }
-    return words;
+    return __shfl_sync(0xffffffff, addresses.of[first_row / 32],
+                       first_row % 32 + Vectors::row(lane));
   }
 
-  // Loads the first vectors of a tile.
-  __device__ __forceinline__ void load_first(const Rows& rows,
-                                             Vector (&held)[Vectors::kHeld]) const {
-    const Addresses addresses = addresses_of(rows);
-    // Registers have no room for what follows from the lane where conversion to fp16 leaves more
-    // vectors in flight; with bf16 they have none for finding it anew.
-    const int known = static_cast<int>(threadIdx.x) % 32;
-    const int lane = kTokenScales || std::is_same_v<Type, __half> ? opaque(known) : known;
-#pragma unroll
-    for (int i = 0; i < Vectors::kHeld; ++i) {
-      held[i] = load(addresses, i, lane);
-    }
-  }
-
-  // Fills a stage of the ring with a tile, whose first vectors are held.
-  __device__ __forceinline__ void fill(CompactRingPosition& position, const Rows& rows,
-                                       const RowScales& row_scales,
-                                       Vector (&held)[Vectors::kHeld]) const {
-    RingBarriers<What>& barriers = barriers_of<What>(shared_);
-    const Addresses addresses = addresses_of(rows);
-    wait(&barriers.empty[position.slot], position.parity ^ 1);
-    uint8_t* const to =
-        ring_of<What>(shared_).tiles[position.slot] + warp_ * kWarpRows * kStripBytes;
+  // Asks for copies of a tile's rows to its stage.
+  __device__ __forceinline__ void copy(const CompactRingPosition& position,
+                                       const Addresses& addresses) const {
+    wait(&barriers_of<What>(shared_).empty[position.slot], position.parity ^ 1);
     const int lane = opaque(threadIdx.x % 32);
+    uint8_t* const to = stage(position) + Vectors::copied_offset(lane);
 #pragma unroll
     for (int i = 0; i < Vectors::kCount; ++i) {
-      Vector& vector = held[i % Vectors::kHeld];
+      const uint64_t row = address_of(addresses, i, lane);
+      uint8_t* const vector = to + i * Vectors::kRowsAtOnce * kStripBytes;
+      if (row != 0) {
+        copy_vector_of_group(shared_address(vector), reinterpret_cast<const CacheType*>(row) +
+                                                         Vectors::vector(lane) * 16);
+      } else {
+        *reinterpret_cast<Vector*>(vector) = make_uint4(0, 0, 0, 0);
+      }
+    }
+    commit_copies();
+  }
+
+  // Converts a tile that has been copied to its stage.
+  __device__ __forceinline__ void fill(const CompactRingPosition& position,
+                                       const NonNumbers& non_numbers) const {
+    uint8_t* const to = stage(position);
+    const int lane = opaque(threadIdx.x % 32);
+    const uint8_t* const from = to + Vectors::copied_offset(lane);
+    const auto read = [&](int i) {
+      return *reinterpret_cast<const Vector*>(from + i * Vectors::kRowsAtOnce * kStripBytes);
+    };
+    Vector copied[kRead];
+#pragma unroll
+    for (int i = 0; i < kRead; ++i) {
+      copied[i] = read(i);
+    }
+#pragma unroll
+    for (int i = 0; i < Vectors::kCount; ++i) {
+      __syncwarp();  // all lanes have read the rows that this overwrites
+      const Vector vector = copied[i % kRead];
       store(to + Vectors::offset(i, 0, lane), vector.x, vector.y);
       store(to + Vectors::offset(i, 1, lane), vector.z, vector.w);
-      if (i + Vectors::kHeld < Vectors::kCount) {
-        vector = load(addresses, i + Vectors::kHeld, lane);
+      if (i + kRead < Vectors::kCount) {
+        copied[i % kRead] = read(i + kRead);
       }
-      __syncwarp();  // more at a time would need registers
     }
-    clear_non_numbers(to, row_scales);
-    fence_shared_for_tma();  // written by threads, read by wgmma
+    clear_non_numbers(to, non_numbers);
+    if (!kConsumersFence) {
+      fence_shared_for_tma();  // written by threads, read by wgmma
+    }
     OSTINATO_DELAY(prefill_dequantize, (std::is_same_v<What, Keys>) && warp_ == 1);
     __syncwarp();
     if (lane == 0) {
-      arrive(&barriers.full[position.slot]);
+      arrive(&barriers_of<What>(shared_).full[position.slot]);
     }
-    position.advance(kStagesOf<What>);
   }
 
   // Writes eight elements as operands.

@@ -19,12 +19,9 @@ struct VectorsOf {
   static constexpr int kOfRow = kWidth / 16;
   static constexpr int kRowsAtOnce = 32 / kOfRow;         // by one instruction of a warp
   static constexpr int kCount = kWarpRows / kRowsAtOnce;  // of a lane
-  // Vectors that a lane holds ahead of use.
-  static constexpr int kHeld = kCount < kMostHeld ? kCount : kMostHeld;
   static_assert(!kDequantizes || kOfRow == 4 || kOfRow == 8 || kOfRow == 16,
                 "8-bit heads have 64, 128 or 256 elements");
-  static_assert(!kDequantizes || (kWarpRows % 32 == 0 && kCount % kHeld == 0),
-                "each lane has as many vectors");
+  static_assert(!kDequantizes || kWarpRows % 32 == 0, "each lane has as many vectors");
 
   // Bits 0 and 1 of the lane are of the vector, and bit 2 is of the row. Of bits 3 and 4, the lower
   // ones are of the vector.
@@ -43,6 +40,14 @@ struct VectorsOf {
     const int of_lane = to / 8 * kKeyStrip + row(lane) * kStripBytes + (to % 8 ^ row(lane)) * 16;
     const int first_row = i * kRowsAtOnce;
     return (of_lane ^ (first_row % 8 + half) * 16) + first_row * kStripBytes;
+  }
+
+  // Offset to which a lane's first vector is copied before it is converted; the others follow by
+  // rows. The second half of the row, and of odd rows the other four vectors: of eight lanes, each
+  // has banks of its own.
+  __device__ __forceinline__ static constexpr int copied_offset(int lane) {
+    const int to = (kOfRow + vector(lane)) ^ row(lane) % 2 * 4;
+    return to / 8 * kKeyStrip + row(lane) * kStripBytes + to % 8 * 16;
   }
 };
 
