@@ -33,9 +33,13 @@ __device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
                : "memory");
 }
 
-// The same as one of a group of copies.
-__device__ __forceinline__ void copy_vector_of_group(uint32_t shared, const void* global) {
-  copy_vector(shared, global);
+// Copies the first `bytes` of 16 to a shared-memory address, and zeros for the others; as one of a
+// group of copies.
+__device__ __forceinline__ void copy_vector_part_of_group(uint32_t shared, const void* global,
+                                                          int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
 }
 
 // Ends a group of this thread's copies.

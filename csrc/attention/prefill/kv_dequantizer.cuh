@@ -206,8 +206,8 @@ class KvDequantizer {
 
   // Where this lane's vector i of a tile is; 0 if no query sees it.
   __device__ __forceinline__ static uint64_t address_of(const Addresses& addresses, int i,
-                                                        int lane) {
-    const int first_row = i * Vectors::kRowsAtOnce;
+                                                        unsigned lane) {
+    const unsigned first_row = i * Vectors::kRowsAtOnce;
     return __shfl_sync(0xffffffff, addresses.of[first_row / 32],
                        first_row % 32 + Vectors::row(lane));
   }
@@ -216,18 +216,14 @@ class KvDequantizer {
   __device__ __forceinline__ void copy(const CompactRingPosition& position,
                                        const Addresses& addresses) const {
     wait(&barriers_of<What>(shared_).empty[position.slot], position.parity ^ 1);
-    const int lane = opaque(threadIdx.x % 32);
-    uint8_t* const to = stage(position) + Vectors::copied_offset(lane);
+    const unsigned lane = opaque(threadIdx.x % 32), of_lane = Vectors::vector(lane) * 16;
+    const uint32_t to = shared_address(stage(position)) + Vectors::copied_offset(lane);
 #pragma unroll
     for (int i = 0; i < Vectors::kCount; ++i) {
       const uint64_t row = address_of(addresses, i, lane);
-      uint8_t* const vector = to + i * Vectors::kRowsAtOnce * kStripBytes;
-      if (row != 0) {
-        copy_vector_of_group(shared_address(vector), reinterpret_cast<const CacheType*>(row) +
-                                                         Vectors::vector(lane) * 16);
-      } else {
-        *reinterpret_cast<Vector*>(vector) = make_uint4(0, 0, 0, 0);
-      }
+      copy_vector_part_of_group(to + i * Vectors::kRowsAtOnce * kStripBytes,
+                                reinterpret_cast<const CacheType*>(row) + of_lane,
+                                row == 0 ? 0 : 16);
     }
     commit_copies();
   }
@@ -236,7 +232,7 @@ class KvDequantizer {
   __device__ __forceinline__ void fill(const CompactRingPosition& position,
                                        const NonNumbers& non_numbers) const {
     uint8_t* const to = stage(position);
-    const int lane = opaque(threadIdx.x % 32);
+    const unsigned lane = opaque(threadIdx.x % 32);
     const uint8_t* const from = to + Vectors::copied_offset(lane);
     const auto read = [&](int i) {
       return *reinterpret_cast<const Vector*>(from + i * Vectors::kRowsAtOnce * kStripBytes);

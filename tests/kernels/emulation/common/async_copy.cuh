@@ -21,6 +21,7 @@ inline void copy_vector(uint32_t to, const void* from) {
 struct EmulatedCopy {
   char* to;
   const void* from;
+  int bytes;
 };
 using EmulatedCopies = std::vector<std::vector<EmulatedCopy>>;  // by group; the last one is open
 
@@ -34,9 +35,9 @@ inline EmulatedCopies& emulated_copies() {
   return groups;
 }
 
-inline void copy_vector_of_group(uint32_t to, const void* from) {
+inline void copy_vector_part_of_group(uint32_t to, const void* from, int bytes) {
   std::memset(emulator::shared + to, 0xee, 16);
-  emulated_copies().back().push_back({emulator::shared + to, from});
+  emulated_copies().back().push_back({emulator::shared + to, from, bytes});
 }
 
 inline void commit_copies() { emulated_copies().emplace_back(); }
@@ -46,7 +47,10 @@ void wait_copies() {
   EmulatedCopies& groups = emulated_copies();
   while (groups.size() > kPending + 1) {
     for (const EmulatedCopy& copy : groups.front()) {
-      std::memcpy(copy.to, copy.from, 16);
+      std::memset(copy.to, 0, 16);
+      if (copy.bytes > 0) {
+        std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.bytes));
+      }
     }
     groups.erase(groups.begin());
   }
