@@ -49,6 +49,9 @@ inline constexpr int kCacheElement = sizeof(CacheType);
 inline constexpr bool kDequantizes = !std::is_same_v<CacheType, Type>;
 inline constexpr bool kTokenScales = OSTINATO_TOKEN_SCALES != 0;
 static_assert(!kTokenScales || kDequantizes, "16-bit keys and values have no scales");
+// Whether the scales of tokens' values are added to the logits as exponents, so that weights keep
+// their precision in fp16; else they multiply the weights.
+inline constexpr bool kShiftsLogits = kTokenScales && std::is_same_v<Type, __half>;
 
 enum class Source { Packed, Pages, Slots };
 inline constexpr Source kSource = Source::OSTINATO_SOURCE;
@@ -169,8 +172,9 @@ inline constexpr int kTableBytes = kMaxBatch * 24 + 2048;
 // 256 the output is larger and fits nowhere else: it is written in two passes.)
 inline constexpr int kScaleStages = 4;  // tiles whose tokens' scales are in shared memory
 inline constexpr int kScaleBytes =
-    kTokenScales ? round_up(kScaleStages * kKeys * 3 * static_cast<int>(sizeof(float)) + 256, 1024)
-                 : 0;
+    kTokenScales
+        ? round_up(kScaleStages * (kKeys + 16) * 3 * static_cast<int>(sizeof(float)) + 256, 1024)
+        : 0;
 inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes - kScaleBytes;
 inline constexpr int kLeastRing = 2 * kStageBytes;
 inline constexpr int kPasses = kFp8 && kValueDim == 256 ? 2 : 1;

@@ -81,6 +81,7 @@ class Consumer : public ConsumerBase<Softmax> {
   __device__ __forceinline__ void weigh_first(int tile, const VisibleKeys& visible, Fragments& r) {
     pin(r.scores);
     release<Keys>(keys_);
+    softmax_.read_key_scales(scales());
     softmax_.weigh(r.scores, scales(), tile * kKeys, outline_.masked > outline_.first,
                    [&] { return visible; });
     release_scales();
@@ -135,6 +136,7 @@ class Consumer : public ConsumerBase<Softmax> {
       multiply_keys(queries, keys, r.scores);
       multiply_values(r.weights, values, r.outputs, n > first + 1);
       give_turn();
+      softmax_.read_key_scales(scales());
       wait_multiplied<1>();
       pin(r.scores);
       release<Keys>(keys_);

@@ -48,9 +48,23 @@ struct TransposeStorage {
   Ring<ValuesToTranspose> values_to_transpose;
   RingBarriers<ValuesToTranspose> values_to_transpose_barriers;
 };
-// Of the tokens of a tile of keys (token_scales.cuh).
+// A factor of each token of a tile of keys (token_scales.cuh). Those of the columns of one thread of
+// a quad follow one another, and all four have banks of their own.
+struct TileFactors {
+  static constexpr int kColumns = kKeys / 4;  // of a thread
+  static constexpr int kStep = kColumns + 4;
+  float of[4 * kStep];
+
+  __device__ __forceinline__ static constexpr int index(int token) {
+    return token % 8 / 2 * kStep + token / 8 * 2 + token % 2;
+  }
+  // Those of this thread's columns from the i-th on, i a multiple of 4.
+  __device__ __forceinline__ float4 columns(int i) const {
+    return *reinterpret_cast<const float4*>(&of[threadIdx.x % 4 * kStep + i]);
+  }
+};
 struct TileScales {
-  float key[kKeys], exponent[kKeys], inverse[kKeys];
+  TileFactors key, value, inverse;
 };
 struct ScaleStorage {
   alignas(16) TileScales scales[kScaleStages];

@@ -21,9 +21,17 @@ class Softmax {
     for (int half = 0; half < 2; ++half) {
       max_[half] = kNothing;
       sum_[half] = 0;
-      if constexpr (kTokenScales) {
+      if constexpr (kShiftsLogits) {
         total_[half] = 0;
       }
+    }
+  }
+
+  // Reads the scales of a tile's keys, if tokens have their own: before their scores are known,
+  // since that takes long while tensor cores read operands.
+  __device__ __forceinline__ void read_key_scales(const TileScales* scales) {
+    if constexpr (kTokenScales) {
+      read_factors(scales->key, key_scales_);
     }
   }
 
@@ -52,7 +60,7 @@ class Softmax {
     exponentiate(scores, sum);
     sum_[0] += sum[0];
     sum_[1] += sum[1];
-    add_totals(scores, scales);
+    apply_value_scales(scores, scales);
     return raised;
   }
 
@@ -66,9 +74,13 @@ class Softmax {
   template <class Recompute>
   __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores], const TileScales* scales,
                                                 const Recompute& recompute) {
-    take_logits(scores, scales);
     float sum[2];
-    exponentiate(scores, sum);
+    if (kTokenScales && !kShiftsLogits && args_.params.softcap <= 0) {
+      exponentiate_scaled(scores, sum);
+    } else {
+      take_logits(scores, scales);
+      exponentiate(scores, sum);
+    }
     bool high[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -80,7 +92,7 @@ class Softmax {
     }
     sum_[0] += sum[0];
     sum_[1] += sum[1];
-    add_totals(scores, scales);
+    apply_value_scales(scores, scales);
     return raised;
   }
 
@@ -96,7 +108,7 @@ class Softmax {
   __device__ __forceinline__ void end() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float& total = kTokenScales ? total_[half] : sum_[half];
+      float& total = kShiftsLogits ? total_[half] : sum_[half];
       total += __shfl_xor_sync(0xffffffff, total, 1);
       total += __shfl_xor_sync(0xffffffff, total, 2);
     }
@@ -104,15 +116,16 @@ class Softmax {
 
   __device__ __forceinline__ float maximum(int half) const { return max_[half]; }
   __device__ __forceinline__ float total(int half) const {
-    return kTokenScales ? total_[half] : sum_[half];
+    return kShiftsLogits ? total_[half] : sum_[half];
   }
   // The weight of one key.
   __device__ __forceinline__ float weight(int half, float score) const {
     return power_of_2(logit(score) - max_[half]);
   }
-  // The weight of one key with scales of its own, of its dequantised value.
+  // The weight of one key with scales of its own, that of its value applied.
   __device__ __forceinline__ float weight(int half, float score, const TokenScale& scale) const {
-    return power_of_2(scale.shifted_logit(args_, score) - max_[half]);
+    const float weight = power_of_2(scale.logit(args_, score) - max_[half]);
+    return kShiftsLogits ? weight : weight * scale.value;
   }
 
  private:
@@ -151,13 +164,13 @@ class Softmax {
     return logit_of(args_, score);
   }
 
-  // With scales of tokens: logits plus the exponents of the values' scales.
-  __device__ __forceinline__ void take_shifted_logits(float (&scores)[kScores],
+  // With scales of tokens: logits, shifted or not.
+  __device__ __forceinline__ void take_token_logits(float (&scores)[kScores],
                                                       const TileScales& scales) const {
     const float softcap = args_.params.softcap;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] *= scales.key[column_of(i) + first_column()];
+      scores[i] *= key_scales_[scale_of(i)];
     }
     if (softcap > 0) {
 #pragma unroll
@@ -169,19 +182,50 @@ class Softmax {
       }
     }
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      scores[i] += scales.exponent[column_of(i) + first_column()];
+    for (int i = 0; kShiftsLogits && i < kScores; i += 8) {
+      const float4 exponents = scales.value.columns(i / 2);
+#pragma unroll
+      for (int j = i; j < i + 8; ++j) {
+        scores[j] += factor_of(exponents, j);
+      }
     }
   }
 
-  // Adds the weights of a tile, less the scales of its values, to the softmax denominators.
-  __device__ __forceinline__ void add_totals(const float (&scores)[kScores],
-                                             const TileScales* scales) {
+  // Which of a thread's columns has the score, and its factor of four.
+  __device__ __forceinline__ static constexpr int scale_of(int i) { return i / 4 * 2 + i % 2; }
+  __device__ __forceinline__ static float factor_of(const float4& factors, int i) {
+    const float first = i % 2 == 0 ? factors.x : factors.y;
+    return i % 8 < 4 ? first : i % 2 == 0 ? factors.z : factors.w;
+  }
+  __device__ __forceinline__ static void read_factors(const TileFactors& from,
+                                                      float (&factors)[kScores / 2]) {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; i += 4) {
+      const float4 columns = from.columns(i);
+      factors[i] = columns.x;
+      factors[i + 1] = columns.y;
+      factors[i + 2] = columns.z;
+      factors[i + 3] = columns.w;
+    }
+  }
+
+  // Applies the scales of a tile's values to its weights, and adds those of shifted logits to the
+  // softmax denominators without them.
+  __device__ __forceinline__ void apply_value_scales(float (&scores)[kScores],
+                                                     const TileScales* scales) {
     if constexpr (kTokenScales) {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        const float inverse = scales->inverse[column_of(i) + first_column()];
-        total_[row_of(i)] = fmaf(scores[i], inverse, total_[row_of(i)]);
+      for (int i = 0; i < kScores; i += 8) {
+        const float4 factors = (kShiftsLogits ? scales->inverse : scales->value).columns(i / 2);
+#pragma unroll
+        for (int j = i; j < i + 8; ++j) {
+          const float factor = factor_of(factors, j);
+          if constexpr (kShiftsLogits) {
+            total_[row_of(j)] = fmaf(scores[j], factor, total_[row_of(j)]);
+          } else {
+            scores[j] *= factor;
+          }
+        }
       }
     }
   }
@@ -189,7 +233,7 @@ class Softmax {
   // Rescales a row's sums of weights.
   __device__ __forceinline__ void fade_sums(int half) {
     sum_[half] *= fade_[half];
-    if constexpr (kTokenScales) {
+    if constexpr (kShiftsLogits) {
       total_[half] *= fade_[half];
     }
   }
@@ -197,7 +241,7 @@ class Softmax {
   __device__ __forceinline__ void take_logits(float (&scores)[kScores],
                                               const TileScales* scales) const {
     if constexpr (kTokenScales) {
-      take_shifted_logits(scores, *scales);
+      take_token_logits(scores, *scales);
       return;
     }
     if constexpr (kDequantizes) {
@@ -233,6 +277,18 @@ class Softmax {
     for (int i = 0; i < kScores; ++i) {
       scores[i] = power_of_2(fmaf(scores[i], factor(), -max_[row_of(i)]));
     }
+    add_up(scores, sum);
+  }
+  // The same with scales of tokens that have not been applied to the scores.
+  __device__ __forceinline__ void exponentiate_scaled(float (&scores)[kScores],
+                                                      float (&sum)[2]) const {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      scores[i] = power_of_2(fmaf(scores[i], key_scales_[scale_of(i)], -max_[row_of(i)]));
+    }
+    add_up(scores, sum);
+  }
+  __device__ __forceinline__ static void add_up(const float (&scores)[kScores], float (&sum)[2]) {
     sum[0] = scores[0];
     sum[1] = scores[2];
 #pragma unroll
@@ -314,9 +370,9 @@ class Softmax {
                                                     const Rows& rows) {
     const auto logit_at = [&](int group, int i, float score) {
       if constexpr (kTokenScales) {
-        const int column = group * 8 + first_column() + i;
-        const TokenScale scale = {scales->key[column], scales->exponent[column]};
-        return scale.shifted_logit(args_, score);
+        const int column = TileFactors::index(group * 8 + first_column() + i);
+        const TokenScale scale = {scales->key.of[column], scales->value.of[column]};
+        return scale.logit(args_, score);
       } else {
         return logit(score);
       }
@@ -352,7 +408,8 @@ class Softmax {
   const Arguments& args_;
   bool settled_ = false;
   float scale_;     // of dequantised keys
-  float total_[2];  // sums of weights without the scales of values, if tokens have their own
+  float key_scales_[kTokenScales ? kScores / 2 : 1];  // of the tile's tokens
+  float total_[2];  // sums of weights without the scales of values, where these shift logits
   float max_[2], sum_[2], fade_[2];
 };
 
