@@ -119,7 +119,7 @@ class ConsumerBase {
     if constexpr (kTokenScales) {
       OSTINATO_DELAY(prefill_scales_release, warpgroup_ == 0);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) {
+      if (opaque(threadIdx.x) % 32 == 0) {  // found anew: registers are few
         arrive(scales_empty_of(shared_, scales_.slot));
       }
       scales_.advance(kScaleStages);

@@ -30,8 +30,11 @@ class Softmax {
   // Reads the scales of a tile's keys, if tokens have their own: before their scores are known,
   // since that takes long while tensor cores read operands.
   __device__ __forceinline__ void read_key_scales(const TileScales* scales) {
-    if constexpr (kTokenScales) {
-      read_factors(scales->key, key_scales_);
+    if constexpr (kReadsScalesEarly) {
+#pragma unroll
+      for (int i = 0; i < kScores; i += 8) {
+        key_scales_[i / 8] = scales->key.columns(i / 2);
+      }
     }
   }
 
@@ -76,7 +79,7 @@ class Softmax {
                                                 const Recompute& recompute) {
     float sum[2];
     if (kTokenScales && !kShiftsLogits && args_.params.softcap <= 0) {
-      exponentiate_scaled(scores, sum);
+      exponentiate_scaled(scores, *scales, sum);
     } else {
       take_logits(scores, scales);
       exponentiate(scores, sum);
@@ -129,6 +132,9 @@ class Softmax {
   }
 
  private:
+  // Three warpgroups have no registers for it.
+  static constexpr bool kReadsScalesEarly = kTokenScales && kConsumers == 2;
+
   // The precision is the same relative to any maximum not far below the row's, so that rescaling is
   // rarely needed.
   static constexpr float kSlack = 2;
@@ -169,8 +175,12 @@ class Softmax {
                                                       const TileScales& scales) const {
     const float softcap = args_.params.softcap;
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      scores[i] *= key_scales_[scale_of(i)];
+    for (int i = 0; i < kScores; i += 8) {
+      const float4 factors = key_scales(scales, i);
+#pragma unroll
+      for (int j = i; j < i + 8; ++j) {
+        scores[j] *= factor_of(factors, j);
+      }
     }
     if (softcap > 0) {
 #pragma unroll
@@ -191,22 +201,14 @@ class Softmax {
     }
   }
 
-  // Which of a thread's columns has the score, and its factor of four.
-  __device__ __forceinline__ static constexpr int scale_of(int i) { return i / 4 * 2 + i % 2; }
+  // The scales of the keys of scores i to i + 7, i a multiple of 8.
+  __device__ __forceinline__ float4 key_scales(const TileScales& scales, int i) const {
+    return kReadsScalesEarly ? key_scales_[i / 8] : scales.key.columns(i / 2);
+  }
+  // That of one of them.
   __device__ __forceinline__ static float factor_of(const float4& factors, int i) {
     const float first = i % 2 == 0 ? factors.x : factors.y;
     return i % 8 < 4 ? first : i % 2 == 0 ? factors.z : factors.w;
-  }
-  __device__ __forceinline__ static void read_factors(const TileFactors& from,
-                                                      float (&factors)[kScores / 2]) {
-#pragma unroll
-    for (int i = 0; i < kScores / 2; i += 4) {
-      const float4 columns = from.columns(i);
-      factors[i] = columns.x;
-      factors[i + 1] = columns.y;
-      factors[i + 2] = columns.z;
-      factors[i + 3] = columns.w;
-    }
   }
 
   // Applies the scales of a tile's values to its weights, and adds those of shifted logits to the
@@ -281,10 +283,15 @@ class Softmax {
   }
   // The same with scales of tokens that have not been applied to the scores.
   __device__ __forceinline__ void exponentiate_scaled(float (&scores)[kScores],
+                                                      const TileScales& scales,
                                                       float (&sum)[2]) const {
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      scores[i] = power_of_2(fmaf(scores[i], key_scales_[scale_of(i)], -max_[row_of(i)]));
+    for (int i = 0; i < kScores; i += 8) {
+      const float4 factors = key_scales(scales, i);
+#pragma unroll
+      for (int j = i; j < i + 8; ++j) {
+        scores[j] = power_of_2(fmaf(scores[j], factor_of(factors, j), -max_[row_of(j)]));
+      }
     }
     add_up(scores, sum);
   }
@@ -408,7 +415,7 @@ class Softmax {
   const Arguments& args_;
   bool settled_ = false;
   float scale_;     // of dequantised keys
-  float key_scales_[kTokenScales ? kScores / 2 : 1];  // of the tile's tokens
+  float4 key_scales_[ceil_div(kScores, 8)];  // of a tile's tokens, if these have their own
   float total_[2];  // sums of weights without the scales of values, where these shift logits
   float max_[2], sum_[2], fade_[2];
 };
