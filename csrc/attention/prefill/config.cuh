@@ -170,11 +170,15 @@ inline constexpr int kTableBytes = kMaxBatch * 24 + 2048;
 // ended (consumer.cuh). The output reuses the buffer of its work tile's queries, unless there is
 // only one such buffer and room for both, or the output is larger. (With 8-bit queries and head dim
 // 256 the output is larger and fits nowhere else: it is written in two passes.)
-inline constexpr int kScaleStages = 4;  // tiles whose tokens' scales are in shared memory
+// Scales of tokens have as many stages as keys.
+inline constexpr int kMostScaleStages = kDim > 64 ? 4 : 8;
+inline constexpr int kScaleFactors = kShiftsLogits ? 3 : 2;  // of a token
 inline constexpr int kScaleBytes =
-    kTokenScales
-        ? round_up(kScaleStages * (kKeys + 16) * 3 * static_cast<int>(sizeof(float)) + 256, 1024)
-        : 0;
+    kTokenScales ? round_up(kMostScaleStages * (kKeys + 16) * kScaleFactors *
+                                    static_cast<int>(sizeof(float)) +
+                                256,
+                            1024)
+                 : 0;
 inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes - kScaleBytes;
 inline constexpr int kLeastRing = 2 * kStageBytes;
 inline constexpr int kPasses = kFp8 && kValueDim == 256 ? 2 : 1;
@@ -201,6 +205,7 @@ inline constexpr bool kSpareIsKeys =
 inline constexpr bool kSparesBoth = kPromotesToGmem && kRoomLeft >= kValueBytes + kKeyBytes;
 inline constexpr int kKeyStages = kStages + (kSpareIsKeys || kSparesBoth ? 1 : 0);
 inline constexpr int kValueStages = kStages + (kHasSpareTile && !kSpareIsKeys ? 1 : 0);
+static_assert(!kTokenScales || kKeyStages <= kMostScaleStages, "scales have room");
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kKeyStages,
               "keys that a warpgroup leaves out all come before its first product");

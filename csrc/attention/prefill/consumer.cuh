@@ -58,10 +58,11 @@ class Consumer : public ConsumerBase<Softmax> {
   }
 
   // Softmax of the n-th tile: scores become weights.
-  __device__ __forceinline__ bool weigh(const WorkTile& work_tile, int n, bool masked,
+  __device__ __forceinline__ bool weigh(const WorkTile& work_tile, int n,
                                         float (&scores)[kScores]) {
-    if (masked || !softmax_.is_settled()) {
-      return softmax_.weigh(scores, scales(), work_tile.tile(n) * kKeys, masked,
+    // Once a row's maximum covers a whole tile it need not be looked for.
+    if (n <= outline_.masked) {
+      return softmax_.weigh(scores, scales(), work_tile.tile(n) * kKeys, n < outline_.masked,
                             [&] { return find_visible_keys(work_tile); });
     }
     return softmax_.weigh_blindly(scores, scales(), Recompute{*this, work_tile, n});
@@ -136,13 +137,13 @@ class Consumer : public ConsumerBase<Softmax> {
       multiply_keys(queries, keys, r.scores);
       multiply_values(r.weights, values, r.outputs, n > first + 1);
       give_turn();
-      softmax_.read_key_scales(scales());
+      softmax_.read_key_scales(scales(keys_.slot));
       wait_multiplied<1>();
       pin(r.scores);
       release<Keys>(keys_);
       // Values are released as early as possible: the tile that replaces them is needed when the
       // next scores are ready.
-      const bool raised = weigh(work_tile, n, n < masked, r.scores);
+      const bool raised = weigh(work_tile, n, r.scores);
       release_scales();
       wait_multiplied<0>();
       pin(r.outputs);

@@ -106,10 +106,15 @@ class ConsumerBase {
     position.advance(kStagesOf<What>);
   }
 
-  // The scales of the tokens of a tile of keys that has been waited for; null if tokens have none.
-  __device__ __forceinline__ const TileScales* scales() const {
+  // The stage of the keys that have been released last.
+  __device__ __forceinline__ int scale_slot() const {
+    return keys_.slot == 0 ? kKeyStages - 1 : keys_.slot - 1;
+  }
+  // The scales of the tokens of that tile, or of another stage; null if tokens have none.
+  __device__ __forceinline__ const TileScales* scales() const { return scales(scale_slot()); }
+  __device__ __forceinline__ const TileScales* scales(int slot) const {
     if constexpr (kTokenScales) {
-      return &tile_scales_of(shared_, scales_.slot);
+      return &tile_scales_of(shared_, slot);
     } else {
       return nullptr;
     }
@@ -120,9 +125,8 @@ class ConsumerBase {
       OSTINATO_DELAY(prefill_scales_release, warpgroup_ == 0);
       __syncwarp();
       if (opaque(threadIdx.x) % 32 == 0) {  // found anew: registers are few
-        arrive(scales_empty_of(shared_, scales_.slot));
+        arrive(scales_empty_of(shared_, scale_slot()));
       }
-      scales_.advance(kScaleStages);
     }
   }
 
@@ -246,7 +250,6 @@ class ConsumerBase {
   Softmax softmax_;
   Epilogue epilogue_;
   RingPosition keys_, values_, queries_;
-  ScalePosition scales_;
   Outline outline_;
 };
 

@@ -25,11 +25,10 @@ class KvDequantizer {
                            int warp)
       : shared_(shared), args_(args), work_tile_(work_tile), warp_(warp) {}
 
-  // Fills the ring with the work tile's tiles, and the ring of scales if tokens have their own.
+  // Fills the ring with the work tile's tiles, and scales if tokens have their own.
   // Calls `then` when the next work tile should be found.
   template <class Then>
-  __device__ __forceinline__ void run(CompactRingPosition& position, CompactRingPosition& scales,
-                                      Then then) {
+  __device__ __forceinline__ void run(CompactRingPosition& position, Then then) {
     // The number of tiles is read anew each time: registers are few.
     Rows next = find_rows(0);
     copy(position, addresses_of(next));
@@ -49,10 +48,12 @@ class KvDequantizer {
       } else {
         wait_copies<0>();
       }
-      write_row_scales(scales, row_scales);
-      const NonNumbers non_numbers(row_scales);
+      const RowScales of_tile = row_scales;
       row_scales = load_scales(next);
-      fill(position, non_numbers);
+      convert(position);
+      clear_non_numbers(position, of_tile);
+      write_row_scales(position, of_tile);
+      hand_over(position);
       if (!kCopiesAhead && more) {
         copy(after, addresses_of(next));
       }
@@ -111,7 +112,7 @@ class KvDequantizer {
   }
 
   // Called before fill() hands over the keys of the tile, and with them the scales.
-  __device__ __forceinline__ void write_row_scales(CompactRingPosition& position,
+  __device__ __forceinline__ void write_row_scales(const CompactRingPosition& position,
                                                    const RowScales& row_scales) const {
     if constexpr (kTokenScales && std::is_same_v<What, Keys>) {
       wait(scales_empty_of(shared_, position.slot), position.parity ^ 1);
@@ -122,36 +123,22 @@ class KvDequantizer {
                      row_scales.value[set]);
       }
       OSTINATO_DELAY(prefill_scales, warp_ == 1);
-      position.advance(kScaleStages);
     }
   }
 
-  // Rows of values with a scale that is no number, one bit each.
-  struct NonNumbers {
-    uint32_t rows[kRowSets];
-
-    __device__ __forceinline__ explicit NonNumbers(const RowScales& row_scales) {
-#pragma unroll
-      for (int set = 0; set < kRowSets; ++set) {
-        rows[set] = kTokenScales && std::is_same_v<What, Values>
-                        ? __ballot_sync(0xffffffff, !TokenScale::is_number(row_scales.value[set]))
-                        : 0;
-      }
-    }
-  };
-
-  // They become NaN in the stage that begins at `to`.
-  __device__ __forceinline__ static void clear_non_numbers(uint8_t* to,
-                                                           const NonNumbers& non_numbers) {
+  // Values with a scale that is no number become NaN, in their stage.
+  __device__ __forceinline__ void clear_non_numbers(const CompactRingPosition& position,
+                                                    const RowScales& row_scales) const {
     if constexpr (kTokenScales && std::is_same_v<What, Values>) {
       constexpr uint32_t kNaNs = 0x7fff7fff;
       const int lane = threadIdx.x % 32;
 #pragma unroll
       for (int set = 0; set < kRowSets; ++set) {
-        for (uint32_t rows = non_numbers.rows[set]; rows != 0; rows &= rows - 1) {
+        uint32_t rows = __ballot_sync(0xffffffff, !TokenScale::is_number(row_scales.value[set]));
+        for (; rows != 0; rows &= rows - 1) {
           if (lane < kValueDim / 8) {
             const int row = set * 32 + __ffs(static_cast<int>(rows)) - 1;
-            *reinterpret_cast<uint4*>(to + lane / 8 * kKeyStrip + row * kStripBytes +
+            *reinterpret_cast<uint4*>(stage(position) + lane / 8 * kKeyStrip + row * kStripBytes +
                                       lane % 8 * 16) = make_uint4(kNaNs, kNaNs, kNaNs, kNaNs);
           }
         }
@@ -229,8 +216,7 @@ class KvDequantizer {
   }
 
   // Converts a tile that has been copied to its stage.
-  __device__ __forceinline__ void fill(const CompactRingPosition& position,
-                                       const NonNumbers& non_numbers) const {
+  __device__ __forceinline__ void convert(const CompactRingPosition& position) const {
     uint8_t* const to = stage(position);
     const unsigned lane = opaque(threadIdx.x % 32);
     const uint8_t* const from = to + Vectors::copied_offset(lane);
@@ -252,13 +238,15 @@ class KvDequantizer {
         copied[i % kRead] = read(i + kRead);
       }
     }
-    clear_non_numbers(to, non_numbers);
+  }
+
+  __device__ __forceinline__ void hand_over(const CompactRingPosition& position) const {
     if (!kConsumersFence) {
       fence_shared_for_tma();  // written by threads, read by wgmma
     }
     OSTINATO_DELAY(prefill_dequantize, (std::is_same_v<What, Keys>) && warp_ == 1);
     __syncwarp();
-    if (lane == 0) {
+    if (opaque(threadIdx.x) % 32 == 0) {  // found anew: registers are few
       arrive(&barriers_of<What>(shared_).full[position.slot]);
     }
   }

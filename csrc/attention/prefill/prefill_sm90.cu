@@ -57,7 +57,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
   } else if (warp == kValueStages + kConsumers) {
     init_barrier(&shared.work_tile_wanted, 1);
     if constexpr (kTokenScales) {
-      for (int i = 0; i < kScaleStages; ++i) {
+      for (int i = 0; i < kKeyStages; ++i) {
         init_barrier(scales_empty_of(shared, i), kConsumers * 4);
       }
     }

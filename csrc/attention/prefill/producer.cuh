@@ -159,7 +159,7 @@ class Producer : QkvLoader {
                                             Then then) {
     if constexpr (kDequantizes) {
       KvDequantizer<What>(shared_, args_, work_tile, warp_ % kKvWarps)
-          .run(position, scales_, then);
+          .run(position, then);
     } else if constexpr (kSource == Source::Pages) {
       copy_pages<What>(work_tile, position, then);
     } else {
@@ -222,7 +222,7 @@ class Producer : QkvLoader {
     }
   }
 
-  Position keys_, values_, scales_;
+  Position keys_, values_;
 };
 
 }  // namespace ostinato::prefill

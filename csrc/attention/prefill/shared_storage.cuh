@@ -64,11 +64,19 @@ struct TileFactors {
   }
 };
 struct TileScales {
-  TileFactors key, value, inverse;
+  TileFactors of[kScaleFactors];
+
+  __device__ __forceinline__ TileFactors& key() { return of[0]; }
+  __device__ __forceinline__ const TileFactors& key() const { return of[0]; }
+  __device__ __forceinline__ TileFactors& value() { return of[1]; }
+  __device__ __forceinline__ const TileFactors& value() const { return of[1]; }
+  // Of shifted logits: 2 to the power of minus the value.
+  __device__ __forceinline__ TileFactors& inverse() { return of[kScaleFactors - 1]; }
+  __device__ __forceinline__ const TileFactors& inverse() const { return of[kScaleFactors - 1]; }
 };
 struct ScaleStorage {
-  alignas(16) TileScales scales[kScaleStages];
-  uint64_t scales_empty[kScaleStages];
+  alignas(16) TileScales scales[kKeyStages];
+  uint64_t scales_empty[kKeyStages];
 };
 struct NoStorage {};
 

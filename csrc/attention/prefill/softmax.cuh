@@ -33,7 +33,7 @@ class Softmax {
     if constexpr (kReadsScalesEarly) {
 #pragma unroll
       for (int i = 0; i < kScores; i += 8) {
-        key_scales_[i / 8] = scales->key.columns(i / 2);
+        key_scales_[i / 8] = scales->key().columns(i / 2);
       }
     }
   }
@@ -58,7 +58,6 @@ class Softmax {
     if (raised) {
       raise(top);
     }
-    settled_ = !masked;
     float sum[2];
     exponentiate(scores, sum);
     sum_[0] += sum[0];
@@ -66,9 +65,6 @@ class Softmax {
     apply_value_scales(scores, scales);
     return raised;
   }
-
-  // Whether every row's maximum covers many keys, so that weigh_blindly() may be used.
-  __device__ __forceinline__ bool is_settled() const { return settled_; }
 
   // Like weigh(), for a tile without masked keys, and without computing its maximum: a sum that is
   // large compared to previous ones reveals a far higher score. The sum is needed anyway, while a
@@ -193,7 +189,7 @@ class Softmax {
     }
 #pragma unroll
     for (int i = 0; kShiftsLogits && i < kScores; i += 8) {
-      const float4 exponents = scales.value.columns(i / 2);
+      const float4 exponents = scales.value().columns(i / 2);
 #pragma unroll
       for (int j = i; j < i + 8; ++j) {
         scores[j] += factor_of(exponents, j);
@@ -203,7 +199,7 @@ class Softmax {
 
   // The scales of the keys of scores i to i + 7, i a multiple of 8.
   __device__ __forceinline__ float4 key_scales(const TileScales& scales, int i) const {
-    return kReadsScalesEarly ? key_scales_[i / 8] : scales.key.columns(i / 2);
+    return kReadsScalesEarly ? key_scales_[i / 8] : scales.key().columns(i / 2);
   }
   // That of one of them.
   __device__ __forceinline__ static float factor_of(const float4& factors, int i) {
@@ -218,7 +214,7 @@ class Softmax {
     if constexpr (kTokenScales) {
 #pragma unroll
       for (int i = 0; i < kScores; i += 8) {
-        const float4 factors = (kShiftsLogits ? scales->inverse : scales->value).columns(i / 2);
+        const float4 factors = (kShiftsLogits ? scales->inverse() : scales->value()).columns(i / 2);
 #pragma unroll
         for (int j = i; j < i + 8; ++j) {
           const float factor = factor_of(factors, j);
@@ -378,7 +374,7 @@ class Softmax {
     const auto logit_at = [&](int group, int i, float score) {
       if constexpr (kTokenScales) {
         const int column = TileFactors::index(group * 8 + first_column() + i);
-        const TokenScale scale = {scales->key.of[column], scales->value.of[column]};
+        const TokenScale scale = {scales->key().of[column], scales->value().of[column]};
         return scale.logit(args_, score);
       } else {
         return logit(score);
@@ -413,7 +409,6 @@ class Softmax {
   }
 
   const Arguments& args_;
-  bool settled_ = false;
   float scale_;     // of dequantised keys
   float4 key_scales_[ceil_div(kScores, 8)];  // of a tile's tokens, if these have their own
   float total_[2];  // sums of weights without the scales of values, where these shift logits

@@ -1,6 +1,6 @@
 // Scales of each token's keys and values. The producer reads them with a tile of keys, and writes
-// them before it hands over the keys; they have a ring of their own, since consumers need them
-// after they have released the keys.
+// them before it hands over the keys. They have stages of their own, since consumers need them after
+// they have released the keys.
 //
 // The scale of a token's values multiplies its weight. In fp16 it is applied as an exponent,
 // 2^(logit + log2(scale)), so that weights keep their precision whatever the magnitude of the
@@ -43,7 +43,6 @@ struct TokenScale {
 // Where the scales are. Kernels without scales of tokens have neither arguments nor memory for
 // them, and never call these functions.
 #if OSTINATO_TOKEN_SCALES
-using ScalePosition = RingPosition;
 __device__ __forceinline__ TileScales& tile_scales_of(SharedStorage& shared, int slot) {
   return shared.scales[slot];
 }
@@ -61,10 +60,6 @@ __device__ TileScales& tile_scales_of(SharedStorage& shared, int slot);
 __device__ uint64_t* scales_empty_of(SharedStorage& shared, int slot);
 __host__ __device__ const Slots& key_scales_of(const Params& params);
 __host__ __device__ const Slots& value_scales_of(const Params& params);
-struct ScalePosition {
-  static constexpr int slot = 0;
-  __device__ void advance(int) {}
-};
 #endif
 
 // Scales of one token, read from global memory. `page` is 0 for packed keys.
@@ -79,10 +74,10 @@ __device__ __forceinline__ void write_scales(TileScales& scales, const Arguments
                                              float key_scale, float value_scale) {
   const TokenScale scale = TokenScale::of(args, key_scale, value_scale);
   const int index = TileFactors::index(row);
-  scales.key.of[index] = scale.key;
-  scales.value.of[index] = scale.value;
+  scales.key().of[index] = scale.key;
+  scales.value().of[index] = scale.value;
   if constexpr (kShiftsLogits) {
-    scales.inverse.of[index] = power_of_2(-scale.value);
+    scales.inverse().of[index] = power_of_2(-scale.value);
   }
 }
 
