@@ -214,12 +214,6 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
             {"keys": "pages"},
             "keys: got 'pages', expected 'packed' or 'slots'",
         ),
-        (
-            AttentionPrefill,
-            {**_PREFILL, "head_dim": 128, "kv_dtype": "e4m3", "token_scales": True},
-            {"warpgroups": 3},
-            "warpgroups: got 3, expected 0",
-        ),
         (AttentionPrefill, _PREFILL, {"keys": "dense"}, "keys: got 'dense', expected 'packed' or"),
         (AttentionPrefill, _PREFILL, {"head_dim": 72}, "head_dim: got 72, expected a multiple of"),
         (AttentionPrefill, _PREFILL, {"value_dim": 272}, "value_dim: got 272, expected a multiple"),

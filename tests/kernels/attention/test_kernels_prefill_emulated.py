@@ -25,12 +25,14 @@ def _variant(kv_dtype: str, keys: str, head_dim: int = 128, **how: bool | int) -
 
 _USUAL = _variant("e4m3", "packed")
 _WIDE = _variant("e4m3", "packed", warpgroups=3)
+_OF_TOKENS = _variant("int8", "slots", token_scales=True)
 _OF_TOKENS_64 = _variant("e4m3", "slots", head_dim=64, token_scales=True)
 _VARIANTS = (
     _USUAL,
     _variant("e4m3", "slots", warpgroups=3),
     _variant("int8", "slots", head_dim=256),
-    _variant("int8", "slots", token_scales=True),
+    _OF_TOKENS,
+    _variant("e4m3", "slots", token_scales=True, warpgroups=3),
     _OF_TOKENS_64,
     AttentionPrefill(head_dim=128, dtype="fp16", kv_dtype="e4m3", keys="packed", token_scales=True),
 )
@@ -91,11 +93,11 @@ def test_bits_are_those_of_dequantised_keys_and_values(
 @pytest.mark.parametrize(
     ("variant", "file", "call"),
     [
-        (_USUAL, "kv_dequantizer.cuh", "wait(&barriers.empty[position.slot], "),
-        # Where the ring of keys is longer than that of scales.
-        (_OF_TOKENS_64, "kv_dequantizer.cuh", "wait(scales_empty_of(shared_, position.slot), "),
+        (_USUAL, "kv_dequantizer.cuh", "wait(&barriers_of<What>(shared_).empty[position.slot], "),
+        (_WIDE, "kv_dequantizer.cuh", "wait_copies<1>("),
+        (_OF_TOKENS, "kv_dequantizer.cuh", "wait(scales_empty_of(shared_, position.slot), "),
     ],
-    ids=["for a stage", "for scales"],
+    ids=["for a stage", "for copies", "for scales"],
 )
 def test_a_missing_wait_is_found(
     sources: Path, tmp_path: Path, variant: AttentionPrefill, file: str, call: str
