@@ -18,6 +18,8 @@
 // -DOSTINATO_VALUE_DIM=n    of values and output, a multiple of 16
 // -DOSTINATO_TYPE=__nv_bfloat16|__half|__nv_fp8_e4m3  operands of the MMAs: queries, keys, values
 //                           and weights
+// -DOSTINATO_QUERY=__nv_bfloat16|__half|__nv_fp8_e4m3  of the queries in memory: as the operands, or
+//                           bf16 beside fp16 operands (query_converter.cuh)
 // -DOSTINATO_CACHE=Same|E4m3|Int8   keys and values in memory: as the operands, or of 8 bits with
 //                           scales, which the producer dequantises (kv_dequantizer.cuh)
 // -DOSTINATO_TOKEN_SCALES=0|1       1: 8-bit keys and values have scales for each token and KV head
@@ -32,6 +34,7 @@
 namespace ostinato::prefill {
 
 using Type = OSTINATO_TYPE;
+using QueryType = OSTINATO_QUERY;
 using OutType = OSTINATO_OUT;
 inline constexpr int kElement = sizeof(Type);
 inline constexpr bool kFp8 = OSTINATO_BYTES != 0;
@@ -49,6 +52,11 @@ inline constexpr int kCacheElement = sizeof(CacheType);
 inline constexpr bool kDequantizes = !std::is_same_v<CacheType, Type>;
 inline constexpr bool kTokenScales = OSTINATO_TOKEN_SCALES != 0;
 static_assert(!kTokenScales || kDequantizes, "16-bit keys and values have no scales");
+inline constexpr bool kConvertsQueries = !std::is_same_v<QueryType, Type>;
+static_assert(!kConvertsQueries || (kDequantizes && !kTokenScales &&
+                                    std::is_same_v<QueryType, __nv_bfloat16> &&
+                                    std::is_same_v<Type, __half>),
+              "only dequantised keys and values differ from the queries");
 // Whether the scales of tokens' values are added to the logits as exponents, so that weights keep
 // their precision in fp16; else they multiply the weights.
 inline constexpr bool kShiftsLogits = kTokenScales && std::is_same_v<Type, __half>;

@@ -207,11 +207,11 @@ class ConsumerBase {
   }
 
   // The query of one of the thread's rows, or null.
-  __device__ __forceinline__ const Type* find_query(const WorkTile& work_tile, int half) const {
+  __device__ __forceinline__ const QueryType* find_query(const WorkTile& work_tile, int half) const {
     const Params& p = args_.params;
     const RowOf row(args_, warpgroup_, row_of_thread(half));
     return row.query < work_tile.queries
-               ? static_cast<const Type*>(p.q.data) +
+               ? static_cast<const QueryType*>(p.q.data) +
                      int64_t{work_tile.first_row + row.query} * p.q.stride +
                      int64_t{work_tile.first_head + row.head} * p.q.head_stride
                : nullptr;

@@ -30,7 +30,7 @@ __device__ __forceinline__ float2 load_pair(const T* from) {
 }
 
 // Computes q·k: each thread sums every fourth pair of the head dim, and its quad adds the results.
-__device__ __forceinline__ float score_of(const Type* q, const CacheType* k) {
+__device__ __forceinline__ float score_of(const QueryType* q, const CacheType* k) {
   float sum = 0;
 #pragma unroll 1
   for (int column = first_column(); column < kDim; column += 8) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ float weight_of(const Arguments& args, const WorkTile
 template <int kHalf, class Softmax>
 __device__ __forceinline__ void recompute_row(const Arguments& args, const WorkTile& work_tile,
                                               const Softmax& softmax, const VisibleKeys& visible,
-                                              int tiles, const Type* q, bool nonfinite,
+                                              int tiles, const QueryType* q, bool nonfinite,
                                               float (&outputs)[kOutputs]) {
   if (nonfinite) {
 #pragma unroll
@@ -124,7 +124,7 @@ __device__ __forceinline__ bool is_row_nonfinite(const float (&outputs)[kOutputs
 template <int kHalf, class Softmax>
 __device__ __forceinline__ void repair_row(const Arguments& args, const WorkTile& work_tile,
                                            const Softmax& softmax, const VisibleKeys& visible,
-                                           int tiles, const Type* q, float (&outputs)[kOutputs]) {
+                                           int tiles, const QueryType* q, float (&outputs)[kOutputs]) {
   const int quad = threadIdx.x % 32 / 4 * 4;
   const uint32_t found =
       __ballot_sync(0xffffffff, q != nullptr && is_row_nonfinite<kHalf>(outputs));
@@ -134,7 +134,7 @@ __device__ __forceinline__ void repair_row(const Arguments& args, const WorkTile
   const bool nonfinite = (found >> quad & 0xf) != 0;
   const Params& p = args.params;
   // Lanes without a query read another query, to take part in the shuffles.
-  const Type* const some = static_cast<const Type*>(p.q.data) + work_tile.first_row * p.q.stride +
+  const QueryType* const some = static_cast<const QueryType*>(p.q.data) + work_tile.first_row * p.q.stride +
                            work_tile.first_head * p.q.head_stride;
   recompute_row<kHalf>(args, work_tile, softmax, visible, tiles, q == nullptr ? some : q, nonfinite,
                        outputs);

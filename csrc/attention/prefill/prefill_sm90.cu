@@ -271,7 +271,7 @@ cudaError_t launch_prefill(const Params& params, cudaStream_t stream) {
   const Arguments args = make_arguments(params);
   const Params& p = args.params;
   Maps maps = {};
-  OSTINATO_RETURN_IF_ERROR(encode_rows<Type>(&maps.queries, p.q, kDim, args));
+  OSTINATO_RETURN_IF_ERROR(encode_rows<QueryType>(&maps.queries, p.q, kDim, args));
   OSTINATO_RETURN_IF_ERROR(encode_rows<OutType>(&maps.out, p.out, kValueDim, args));
   if (kCopiesKv && kSource == Source::Packed && p.tokens_k == 0) {
     maps.keys = maps.values = maps.queries;  // prefetched, but never used

@@ -78,11 +78,18 @@ struct ScaleStorage {
   alignas(16) TileScales scales[kKeyStages];
   uint64_t scales_empty[kKeyStages];
 };
+// By how much the rows of queries that have been converted are to be multiplied
+// (query_converter.cuh).
+struct QueryStorage {
+  float query_units[kQueryBuffers][kConsumers][kRows];
+};
 struct NoStorage {};
 
 struct SharedStorage
     : std::conditional_t<kFp8, TransposeStorage,
-                         std::conditional_t<kTokenScales, ScaleStorage, NoStorage>> {
+                         std::conditional_t<kTokenScales, ScaleStorage,
+                                            std::conditional_t<kConvertsQueries, QueryStorage,
+                                                               NoStorage>>> {
   alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
   Ring<Keys> keys;
   Ring<Values> values;

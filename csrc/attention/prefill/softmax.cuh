@@ -12,10 +12,15 @@ class Softmax {
  public:
   __device__ explicit Softmax(const Arguments& args) : args_(args) {}
 
-  // Starts a work tile.
-  __device__ __forceinline__ void begin(int kv_head) {
+  // Starts a work tile. `units`: of the thread's rows, if queries have been converted.
+  template <class... Units>
+  __device__ __forceinline__ void begin(int kv_head, Units... units) {
     if constexpr (kDequantizes && !kTokenScales) {
       scale_ = args_.params.k_scale[kv_head * args_.params.k_scale_stride];
+      const float of_rows[2] = {units...};
+      for (int half = 0; kConvertsQueries && half < 2; ++half) {
+        row_scale_[half] = scale_ * of_rows[half];
+      }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -53,7 +58,8 @@ class Softmax {
       tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
     }
     float top[2] = {fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])};
-    const bool rises = top[0] * factor() > max_[0] + kSlack || top[1] * factor() > max_[1] + kSlack;
+    const bool rises =
+        top[0] * factor(0) > max_[0] + kSlack || top[1] * factor(1) > max_[1] + kSlack;
     const bool raised = __any_sync(0xffffffff, rises);
     if (raised) {
       raise(top);
@@ -141,15 +147,19 @@ class Softmax {
   static constexpr float kMostSum = 16384;  // finite in 16 bits
   static constexpr float kLost = 0x1p120f;  // larger weights may have overflowed
 
-  // Multiplies maxima of scores.
-  __device__ __forceinline__ float factor() const {
+  // Multiplies maxima of a row's scores.
+  __device__ __forceinline__ float factor(int half) const {
     if constexpr (kTokenScales) {
       return 1;  // take_logits() has multiplied the scores
     } else if constexpr (kDequantizes) {
-      return is_direct() ? args_.logit_scale * scale_ : 1.0f;
+      return is_direct() ? args_.logit_scale * scale_of_row(half) : 1.0f;
     } else {
       return args_.factor;
     }
+  }
+  // Multiplies scores of dequantised keys.
+  __device__ __forceinline__ float scale_of_row(int half) const {
+    return kConvertsQueries ? row_scale_[half] : scale_;
   }
   // Whether a greater score is a greater logit.
   __device__ __forceinline__ bool is_direct() const {
@@ -159,6 +169,7 @@ class Softmax {
       return args_.direct != 0;
     }
   }
+  // Of a score of a query that is not converted.
   __device__ __forceinline__ float logit(float score) const {
     if constexpr (kDequantizes) {
       score *= scale_;
@@ -248,7 +259,7 @@ class Softmax {
       }
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-        scores[i] *= scale_;
+        scores[i] *= scale_of_row(row_of(i));
       }
     } else if (args_.direct != 0) {
       return;
@@ -273,7 +284,7 @@ class Softmax {
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float (&sum)[2]) const {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] = power_of_2(fmaf(scores[i], factor(), -max_[row_of(i)]));
+      scores[i] = power_of_2(fmaf(scores[i], factor(row_of(i)), -max_[row_of(i)]));
     }
     add_up(scores, sum);
   }
@@ -308,8 +319,8 @@ class Softmax {
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 1));
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 2));
       // Decided per row: a row's results must not depend on other rows.
-      const bool rises = top[half] * factor() > max_[half] + kSlack;
-      const float raised = rises ? top[half] * factor() : max_[half];
+      const bool rises = top[half] * factor(half) > max_[half] + kSlack;
+      const float raised = rises ? top[half] * factor(half) : max_[half];
       fade_[half] = power_of_2(max_[half] - raised);
       fade_sums(half);
       max_[half] = raised;
@@ -409,7 +420,8 @@ class Softmax {
   }
 
   const Arguments& args_;
-  float scale_;     // of dequantised keys
+  float scale_;         // of dequantised keys
+  float row_scale_[2];  // the same with the units of converted queries
   float4 key_scales_[ceil_div(kScores, 8)];  // of a tile's tokens, if these have their own
   float total_[2];  // sums of weights without the scales of values, where these shift logits
   float max_[2], sum_[2], fade_[2];

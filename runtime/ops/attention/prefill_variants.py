@@ -112,7 +112,8 @@ class AttentionPrefill(Variant):
         return {
             "OSTINATO_HEAD_DIM": str(self.head_dim),
             "OSTINATO_VALUE_DIM": str(self.value_dim),
-            "OSTINATO_TYPE": _PREFILL_TYPES[self.dtype],
+            "OSTINATO_TYPE": _PREFILL_TYPES[self.operands],
+            "OSTINATO_QUERY": _PREFILL_TYPES[self.dtype],
             "OSTINATO_CACHE": (
                 "Same" if self.kv_dtype == self.dtype else self.kv_dtype.capitalize()
             ),
@@ -123,6 +124,12 @@ class AttentionPrefill(Variant):
             "OSTINATO_CONSUMERS": str(warpgroups),
             "OSTINATO_SOURCE": {"packed": "Packed", "pages": "Pages", "slots": "Slots"}[self.keys],
         }
+
+    @property
+    def operands(self) -> str:
+        """What is multiplied: 8 bits become fp16 sooner than bf16, if weights have the range."""
+        dequantizes = self.kv_dtype != self.dtype
+        return "fp16" if dequantizes and not self.token_scales else self.dtype
 
     @property
     def tile_queries(self) -> int:
