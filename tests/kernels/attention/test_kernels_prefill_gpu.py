@@ -41,9 +41,9 @@ _VARIANTS = (
     AttentionPrefill(head_dim=128, dtype="bf16", kv_dtype="e4m3", warpgroups=3),
     *(
         AttentionPrefill(
-            head_dim=dim, dtype="bf16", kv_dtype="int8", token_scales=True, keys="slots"
+            head_dim=dim, dtype="bf16", kv_dtype="int8", token_scales=True, keys="slots", **how
         )
-        for dim in (64, 128)
+        for dim, how in ((64, {}), (128, {}), (128, {"warpgroups": 3}))
     ),
 )
 
@@ -51,6 +51,8 @@ _VARIANTS = (
 def _sites(variant: AttentionPrefill) -> tuple[str, ...]:
     if variant.token_scales:
         return (*_SITES, "prefill_dequantize", "prefill_scales", "prefill_scales_release")
+    if variant.operands != variant.dtype:
+        return (*_SITES, "prefill_dequantize", "prefill_queries_convert")
     if variant.kv_dtype != variant.dtype:
         return (*_SITES, "prefill_dequantize")
     of_values = "prefill_transpose" if variant.dtype == "e4m3" else "prefill_values_clear"
