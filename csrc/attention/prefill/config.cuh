@@ -53,13 +53,9 @@ inline constexpr bool kDequantizes = !std::is_same_v<CacheType, Type>;
 inline constexpr bool kTokenScales = OSTINATO_TOKEN_SCALES != 0;
 static_assert(!kTokenScales || kDequantizes, "16-bit keys and values have no scales");
 inline constexpr bool kConvertsQueries = !std::is_same_v<QueryType, Type>;
-static_assert(!kConvertsQueries || (kDequantizes && !kTokenScales &&
-                                    std::is_same_v<QueryType, __nv_bfloat16> &&
+static_assert(!kConvertsQueries || (kDequantizes && std::is_same_v<QueryType, __nv_bfloat16> &&
                                     std::is_same_v<Type, __half>),
               "only dequantised keys and values differ from the queries");
-// Whether the scales of tokens' values are added to the logits as exponents, so that weights keep
-// their precision in fp16; else they multiply the weights.
-inline constexpr bool kShiftsLogits = kTokenScales && std::is_same_v<Type, __half>;
 
 enum class Source { Packed, Pages, Slots };
 inline constexpr Source kSource = Source::OSTINATO_SOURCE;
@@ -180,13 +176,11 @@ inline constexpr int kTableBytes = kMaxBatch * 24 + 2048;
 // 256 the output is larger and fits nowhere else: it is written in two passes.)
 // Scales of tokens have as many stages as keys.
 inline constexpr int kMostScaleStages = kDim > 64 ? 4 : 8;
-inline constexpr int kScaleFactors = kShiftsLogits ? 3 : 2;  // of a token
 inline constexpr int kScaleBytes =
-    kTokenScales ? round_up(kMostScaleStages * (kKeys + 16) * kScaleFactors *
-                                    static_cast<int>(sizeof(float)) +
-                                256,
-                            1024)
-                 : 0;
+    kTokenScales
+        ? round_up(kMostScaleStages * (kKeys + 18) * 2 * static_cast<int>(sizeof(float)) + 256,
+                   1024)
+        : 0;
 inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes - kScaleBytes;
 inline constexpr int kLeastRing = 2 * kStageBytes;
 inline constexpr int kPasses = kFp8 && kValueDim == 256 ? 2 : 1;

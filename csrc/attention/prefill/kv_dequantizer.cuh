@@ -116,12 +116,19 @@ class KvDequantizer {
                                                    const RowScales& row_scales) const {
     if constexpr (kTokenScales && std::is_same_v<What, Keys>) {
       wait(scales_empty_of(shared_, position.slot), position.parity ^ 1);
+      TileScales& scales = tile_scales_of(shared_, position.slot);
+      float greatest = 0;
 #pragma unroll
       for (int set = 0; set < kRowSets; ++set) {
-        write_scales(tile_scales_of(shared_, position.slot), args_,
-                     warp_ * kWarpRows + set * 32 + threadIdx.x % 32, row_scales.key[set],
-                     row_scales.value[set]);
+        const int row = warp_ * kWarpRows + set * 32 + threadIdx.x % 32;
+        greatest = fmaxf(greatest, write_scales(scales, args_, row, row_scales.key[set],
+                                                row_scales.value[set]));
       }
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) {
+        greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, lanes));
+      }
+      scales.greatest[warp_] = greatest;  // by all lanes
       OSTINATO_DELAY(prefill_scales, warp_ == 1);
     }
   }

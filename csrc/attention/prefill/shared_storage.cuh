@@ -63,16 +63,9 @@ struct TileFactors {
     return *reinterpret_cast<const float4*>(&of[threadIdx.x % 4 * kStep + i]);
   }
 };
-struct TileScales {
-  TileFactors of[kScaleFactors];
-
-  __device__ __forceinline__ TileFactors& key() { return of[0]; }
-  __device__ __forceinline__ const TileFactors& key() const { return of[0]; }
-  __device__ __forceinline__ TileFactors& value() { return of[1]; }
-  __device__ __forceinline__ const TileFactors& value() const { return of[1]; }
-  // Of shifted logits: 2 to the power of minus the value.
-  __device__ __forceinline__ TileFactors& inverse() { return of[kScaleFactors - 1]; }
-  __device__ __forceinline__ const TileFactors& inverse() const { return of[kScaleFactors - 1]; }
+struct alignas(16) TileScales {
+  TileFactors key, value;
+  float greatest[2];  // magnitudes of the values' scales, of each warp that has written them
 };
 struct ScaleStorage {
   alignas(16) TileScales scales[kKeyStages];
@@ -83,13 +76,13 @@ struct ScaleStorage {
 struct QueryStorage {
   float query_units[kQueryBuffers][kConsumers][kRows];
 };
+template <int>
 struct NoStorage {};
 
 struct SharedStorage
-    : std::conditional_t<kFp8, TransposeStorage,
-                         std::conditional_t<kTokenScales, ScaleStorage,
-                                            std::conditional_t<kConvertsQueries, QueryStorage,
-                                                               NoStorage>>> {
+    : std::conditional_t<kFp8, TransposeStorage, NoStorage<0>>,
+      std::conditional_t<kTokenScales, ScaleStorage, NoStorage<1>>,
+      std::conditional_t<kConvertsQueries, QueryStorage, NoStorage<2>> {
   alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
   Ring<Keys> keys;
   Ring<Values> values;

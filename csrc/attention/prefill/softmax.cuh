@@ -15,10 +15,16 @@ class Softmax {
   // Starts a work tile. `units`: of the thread's rows, if queries have been converted.
   template <class... Units>
   __device__ __forceinline__ void begin(int kv_head, Units... units) {
-    if constexpr (kDequantizes && !kTokenScales) {
+    if constexpr (kTokenScales) {
+      shift_ = kLeastShift;
+      scale_ = 1;  // scores are multiplied one by one
+    } else if constexpr (kDequantizes) {
       scale_ = args_.params.k_scale[kv_head * args_.params.k_scale_stride];
+    }
+    if constexpr (kConvertsQueries) {
       const float of_rows[2] = {units...};
-      for (int half = 0; kConvertsQueries && half < 2; ++half) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
         row_scale_[half] = scale_ * of_rows[half];
       }
     }
@@ -26,9 +32,6 @@ class Softmax {
     for (int half = 0; half < 2; ++half) {
       max_[half] = kNothing;
       sum_[half] = 0;
-      if constexpr (kShiftsLogits) {
-        total_[half] = 0;
-      }
     }
   }
 
@@ -38,7 +41,7 @@ class Softmax {
     if constexpr (kReadsScalesEarly) {
 #pragma unroll
       for (int i = 0; i < kScores; i += 8) {
-        key_scales_[i / 8] = scales->key().columns(i / 2);
+        key_scales_[i / 8] = scales->key.columns(i / 2);
       }
     }
   }
@@ -48,6 +51,7 @@ class Softmax {
   template <class Find>
   __device__ __forceinline__ bool weigh(float (&scores)[kScores], const TileScales* scales, int key,
                                         bool masked, const Find& find_visible_keys) {
+    const bool shifted = raise_shift(scales);
     take_logits(scores, scales);
     if (masked) {
       apply_mask(scores, key, find_visible_keys());
@@ -59,7 +63,7 @@ class Softmax {
     }
     float top[2] = {fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])};
     const bool rises =
-        top[0] * factor(0) > max_[0] + kSlack || top[1] * factor(1) > max_[1] + kSlack;
+        is_far_above(top[0] * factor(0), 0) || is_far_above(top[1] * factor(1), 1);
     const bool raised = __any_sync(0xffffffff, rises);
     if (raised) {
       raise(top);
@@ -69,7 +73,7 @@ class Softmax {
     sum_[0] += sum[0];
     sum_[1] += sum[1];
     apply_value_scales(scores, scales);
-    return raised;
+    return raised || shifted;
   }
 
   // Like weigh(), for a tile without masked keys, and without computing its maximum: a sum that is
@@ -79,8 +83,9 @@ class Softmax {
   template <class Recompute>
   __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores], const TileScales* scales,
                                                 const Recompute& recompute) {
+    const bool shifted = raise_shift(scales);
     float sum[2];
-    if (kTokenScales && !kShiftsLogits && args_.params.softcap <= 0) {
+    if (kTokenScales && args_.params.softcap <= 0) {
       exponentiate_scaled(scores, *scales, sum);
     } else {
       take_logits(scores, scales);
@@ -89,7 +94,8 @@ class Softmax {
     bool high[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      high[half] = sum[half] > fminf(fmaf(kHighRatio, sum_[half], kHighSum), kMostSum);
+      high[half] =
+          sum[half] > fminf(fmaf(kHighRatio, sum_[half], kHighSum * one()), kMostSum * one());
     }
     const bool raised = __any_sync(0xffffffff, high[0] || high[1]);
     if (raised) {
@@ -98,7 +104,7 @@ class Softmax {
     sum_[0] += sum[0];
     sum_[1] += sum[1];
     apply_value_scales(scores, scales);
-    return raised;
+    return raised || shifted;
   }
 
   // Rescales outputs that are relative to the previous maximum.
@@ -113,24 +119,20 @@ class Softmax {
   __device__ __forceinline__ void end() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float& total = kShiftsLogits ? total_[half] : sum_[half];
-      total += __shfl_xor_sync(0xffffffff, total, 1);
-      total += __shfl_xor_sync(0xffffffff, total, 2);
+      sum_[half] += __shfl_xor_sync(0xffffffff, sum_[half], 1);
+      sum_[half] += __shfl_xor_sync(0xffffffff, sum_[half], 2);
     }
   }
 
   __device__ __forceinline__ float maximum(int half) const { return max_[half]; }
-  __device__ __forceinline__ float total(int half) const {
-    return kShiftsLogits ? total_[half] : sum_[half];
-  }
+  __device__ __forceinline__ float total(int half) const { return sum_[half]; }
   // The weight of one key.
   __device__ __forceinline__ float weight(int half, float score) const {
     return power_of_2(logit(score) - max_[half]);
   }
   // The weight of one key with scales of its own, that of its value applied.
   __device__ __forceinline__ float weight(int half, float score, const TokenScale& scale) const {
-    const float weight = power_of_2(scale.logit(args_, score) - max_[half]);
-    return kShiftsLogits ? weight : weight * scale.value;
+    return power_of_2(scale.logit(args_, score) - max_[half]) * scale.value;
   }
 
  private:
@@ -146,6 +148,48 @@ class Softmax {
   static constexpr float kHighSum = 2;
   static constexpr float kMostSum = 16384;  // finite in 16 bits
   static constexpr float kLost = 0x1p120f;  // larger weights may have overflowed
+
+  // With scales of tokens, maxima are `shift_` above the logits, so that weights, multiplied by the
+  // scales of values, are as finite in 16 bits as without: the exponent of the greatest of these
+  // scales so far, since outputs must be rescaled when it rises. It is the same in all threads.
+  static constexpr float kLeastShift = -60, kMostShift = 100;
+  __device__ __forceinline__ bool raise_shift(const TileScales* scales) {
+    if constexpr (!kTokenScales) {
+      return false;
+    } else {
+      const float greatest = fmaxf(scales->greatest[0], scales->greatest[1]);
+      const float exponent = static_cast<float>(static_cast<int>(__float_as_uint(greatest) >> 23)) -
+                             127.0f;
+      const float raised = fmaxf(shift_, fminf(exponent, kMostShift));
+      const float rise = raised - shift_;
+      shift_ = raised;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        fade_[half] = 1;
+        if (rise > 0) {
+          max_[half] += rise;
+          fade_by(half, power_of_2(-rise));
+        }
+      }
+      return rise > 0;
+    }
+  }
+  // The weight of a key whose logit is the row's maximum.
+  __device__ __forceinline__ float one() const {
+    return kTokenScales ? power_of_2(-shift_) : 1.0f;
+  }
+  // The maximum that has a weight of one().
+  __device__ __forceinline__ float maximum_of(float logit) const {
+    return kTokenScales ? logit + shift_ : logit;
+  }
+  __device__ __forceinline__ bool is_far_above(float logit, int half) const {
+    return maximum_of(logit) > max_[half] + kSlack;
+  }
+  // Rescales a row's sums and, later, its outputs.
+  __device__ __forceinline__ void fade_by(int half, float factor) {
+    fade_[half] = kTokenScales ? fade_[half] * factor : factor;
+    sum_[half] *= factor;
+  }
 
   // Multiplies maxima of a row's scores.
   __device__ __forceinline__ float factor(int half) const {
@@ -177,16 +221,16 @@ class Softmax {
     return logit_of(args_, score);
   }
 
-  // With scales of tokens: logits, shifted or not.
+  // With scales of tokens.
   __device__ __forceinline__ void take_token_logits(float (&scores)[kScores],
-                                                      const TileScales& scales) const {
+                                                    const TileScales& scales) const {
     const float softcap = args_.params.softcap;
 #pragma unroll
     for (int i = 0; i < kScores; i += 8) {
       const float4 factors = key_scales(scales, i);
 #pragma unroll
       for (int j = i; j < i + 8; ++j) {
-        scores[j] *= factor_of(factors, j);
+        scores[j] = in_units(scores[j], j) * factor_of(factors, j);
       }
     }
     if (softcap > 0) {
@@ -198,19 +242,15 @@ class Softmax {
         }
       }
     }
-#pragma unroll
-    for (int i = 0; kShiftsLogits && i < kScores; i += 8) {
-      const float4 exponents = scales.value().columns(i / 2);
-#pragma unroll
-      for (int j = i; j < i + 8; ++j) {
-        scores[j] += factor_of(exponents, j);
-      }
-    }
+  }
+  // Score i of a converted query, as of the query.
+  __device__ __forceinline__ float in_units(float score, int i) const {
+    return kConvertsQueries ? score * row_scale_[row_of(i)] : score;
   }
 
   // The scales of the keys of scores i to i + 7, i a multiple of 8.
   __device__ __forceinline__ float4 key_scales(const TileScales& scales, int i) const {
-    return kReadsScalesEarly ? key_scales_[i / 8] : scales.key().columns(i / 2);
+    return kReadsScalesEarly ? key_scales_[i / 8] : scales.key.columns(i / 2);
   }
   // That of one of them.
   __device__ __forceinline__ static float factor_of(const float4& factors, int i) {
@@ -218,32 +258,18 @@ class Softmax {
     return i % 8 < 4 ? first : i % 2 == 0 ? factors.z : factors.w;
   }
 
-  // Applies the scales of a tile's values to its weights, and adds those of shifted logits to the
-  // softmax denominators without them.
+  // Multiplies a tile's weights by the scales of its values.
   __device__ __forceinline__ void apply_value_scales(float (&scores)[kScores],
                                                      const TileScales* scales) {
     if constexpr (kTokenScales) {
 #pragma unroll
       for (int i = 0; i < kScores; i += 8) {
-        const float4 factors = (kShiftsLogits ? scales->inverse() : scales->value()).columns(i / 2);
+        const float4 factors = scales->value.columns(i / 2);
 #pragma unroll
         for (int j = i; j < i + 8; ++j) {
-          const float factor = factor_of(factors, j);
-          if constexpr (kShiftsLogits) {
-            total_[row_of(j)] = fmaf(scores[j], factor, total_[row_of(j)]);
-          } else {
-            scores[j] *= factor;
-          }
+          scores[j] *= factor_of(factors, j);
         }
       }
-    }
-  }
-
-  // Rescales a row's sums of weights.
-  __device__ __forceinline__ void fade_sums(int half) {
-    sum_[half] *= fade_[half];
-    if constexpr (kShiftsLogits) {
-      total_[half] *= fade_[half];
     }
   }
 
@@ -297,7 +323,8 @@ class Softmax {
       const float4 factors = key_scales(scales, i);
 #pragma unroll
       for (int j = i; j < i + 8; ++j) {
-        scores[j] = power_of_2(fmaf(scores[j], factor_of(factors, j), -max_[row_of(j)]));
+        scores[j] = power_of_2(
+            fmaf(in_units(scores[j], j), factor_of(factors, j), -max_[row_of(j)]));
       }
     }
     add_up(scores, sum);
@@ -319,10 +346,9 @@ class Softmax {
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 1));
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 2));
       // Decided per row: a row's results must not depend on other rows.
-      const bool rises = top[half] * factor(half) > max_[half] + kSlack;
-      const float raised = rises ? top[half] * factor(half) : max_[half];
-      fade_[half] = power_of_2(max_[half] - raised);
-      fade_sums(half);
+      const float logit = top[half] * factor(half);
+      const float raised = is_far_above(logit, half) ? maximum_of(logit) : max_[half];
+      fade_by(half, power_of_2(max_[half] - raised));
       max_[half] = raised;
     }
   }
@@ -335,6 +361,7 @@ class Softmax {
                                         const Recompute& recompute) {
     const int quad = threadIdx.x % 32 / 4 * 4;
     bool lost[2];
+    float fade[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float top = 0;
@@ -346,17 +373,17 @@ class Softmax {
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
       // Decided per row: a row's results must not depend on other rows.
       const uint32_t quads = __ballot_sync(0xffffffff, high[half]);
-      const bool rises = (quads >> quad & 0xf) != 0 && top > 1;
+      const bool rises = (quads >> quad & 0xf) != 0 && top > one();
       lost[half] = rises && top >= kLost;
       const bool known = rises && !lost[half];
-      fade_[half] = known ? __fdividef(1.0f, top) : 1.0f;
-      max_[half] += known ? log2f(top) : 0.0f;
-      fade_sums(half);
-      sum[half] *= fade_[half];
+      fade[half] = known ? __fdividef(one(), top) : 1.0f;
+      max_[half] += known ? maximum_of(log2f(top)) : 0.0f;
+      fade_by(half, fade[half]);
+      sum[half] *= fade[half];
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] *= fade_[row_of(i)];
+      scores[i] *= fade[row_of(i)];
     }
     find_lost(scores, scales, sum[0], lost[0], recompute.template rows<0>());
     find_lost(scores, scales, sum[1], lost[1], recompute.template rows<1>());
@@ -385,7 +412,7 @@ class Softmax {
     const auto logit_at = [&](int group, int i, float score) {
       if constexpr (kTokenScales) {
         const int column = TileFactors::index(group * 8 + first_column() + i);
-        const TokenScale scale = {scales->key().of[column], scales->value().of[column]};
+        const TokenScale scale = {scales->key.of[column], scales->value.of[column]};
         return scale.logit(args_, score);
       } else {
         return logit(score);
@@ -400,9 +427,8 @@ class Softmax {
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
     if (lost) {
-      fade_[kHalf] = power_of_2(max_[kHalf] - top);
-      fade_sums(kHalf);
-      max_[kHalf] = top;
+      fade_by(kHalf, power_of_2(max_[kHalf] - maximum_of(top)));
+      max_[kHalf] = maximum_of(top);
       sum = 0;
     }
 #pragma unroll 1
@@ -423,7 +449,7 @@ class Softmax {
   float scale_;         // of dequantised keys
   float row_scale_[2];  // the same with the units of converted queries
   float4 key_scales_[ceil_div(kScores, 8)];  // of a tile's tokens, if these have their own
-  float total_[2];  // sums of weights without the scales of values, where these shift logits
+  float shift_;     // with scales of tokens, of the maxima
   float max_[2], sum_[2], fade_[2];
 };
 

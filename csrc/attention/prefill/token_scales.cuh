@@ -2,10 +2,9 @@
 // them before it hands over the keys. They have stages of their own, since consumers need them after
 // they have released the keys.
 //
-// The scale of a token's values multiplies its weight. In fp16 it is applied as an exponent,
-// 2^(logit + log2(scale)), so that weights keep their precision whatever the magnitude of the
-// scales; the softmax denominator divides it out again. A value with a NaN or infinite scale becomes
-// NaN itself.
+// The scale of a token's values multiplies its weight, which must stay in the range of fp16: weights
+// are relative to a reference that rises with the greatest scale so far (Softmax). A value with a
+// NaN or infinite scale becomes NaN itself.
 #pragma once
 
 #include "attention/common/ptx.cuh"
@@ -17,26 +16,20 @@ namespace ostinato::prefill {
 // What a query's score of a token is combined with.
 struct TokenScale {
   float key;    // multiplies the score: the scale of the key times Arguments::logit_scale
-  float value;  // multiplies the weight; if logits are shifted, its log2, which is added; finite
+  float value;  // multiplies the weight; finite
 
   __device__ __forceinline__ static TokenScale of(const Arguments& args, float key_scale,
                                                   float value_scale) {
-    float value = value_scale;
-    if constexpr (kShiftsLogits) {
-      value = fminf(fmaxf(log2f(value_scale), -100.0f), 100.0f);
-    }
-    return {key_scale * args.logit_scale,
-            is_number(value_scale) ? value : (kShiftsLogits ? 0.0f : 1.0f)};
+    return {key_scale * args.logit_scale, is_number(value_scale) ? value_scale : 1.0f};
   }
 
   __device__ __forceinline__ static bool is_number(float scale) { return fabsf(scale) < INFINITY; }
 
-  // The logit in base 2, shifted or not.
+  // The logit in base 2.
   __device__ __forceinline__ float logit(const Arguments& args, float score) const {
     const float softcap = args.params.softcap;
     const float logit = score * key;
-    return (softcap > 0 ? softcap * (kLog2E * hyperbolic_tangent(logit)) : logit) +
-           (kShiftsLogits ? value : 0.0f);
+    return softcap > 0 ? softcap * (kLog2E * hyperbolic_tangent(logit)) : logit;
   }
 };
 
@@ -69,16 +62,15 @@ __device__ __forceinline__ float read_token_scale(const Slots& scales, int64_t p
       scales.data)[page * scales.page_stride + slot * scales.stride + head * scales.head_stride];
 }
 
-// Writes the scales of a token of a tile. Those of tokens that no query sees must be finite.
-__device__ __forceinline__ void write_scales(TileScales& scales, const Arguments& args, int row,
-                                             float key_scale, float value_scale) {
+// Writes the scales of a token of a tile. Those of tokens that no query sees must be finite. Returns
+// the magnitude of the value's.
+__device__ __forceinline__ float write_scales(TileScales& scales, const Arguments& args, int row,
+                                              float key_scale, float value_scale) {
   const TokenScale scale = TokenScale::of(args, key_scale, value_scale);
   const int index = TileFactors::index(row);
-  scales.key().of[index] = scale.key;
-  scales.value().of[index] = scale.value;
-  if constexpr (kShiftsLogits) {
-    scales.inverse().of[index] = power_of_2(-scale.value);
-  }
+  scales.key.of[index] = scale.key;
+  scales.value.of[index] = scale.value;
+  return fabsf(scale.value);
 }
 
 }  // namespace ostinato::prefill

@@ -127,9 +127,8 @@ class AttentionPrefill(Variant):
 
     @property
     def operands(self) -> str:
-        """What is multiplied: 8 bits become fp16 sooner than bf16, if weights have the range."""
-        dequantizes = self.kv_dtype != self.dtype
-        return "fp16" if dequantizes and not self.token_scales else self.dtype
+        """What is multiplied: 8 bits become fp16 sooner than bf16."""
+        return self.dtype if self.kv_dtype == self.dtype else "fp16"
 
     @property
     def tile_queries(self) -> int:

@@ -121,6 +121,8 @@ Case make_case(std::mt19937_64& random, bool exact) {
   // The greatest of the values' scales: far from 1, if the output's type has the range.
   const int most = std::is_same_v<OutType, __half> ? 6 : 20;
   const float magnitude = std::exp2(static_cast<float>(draw(-most, most)));
+  // By which they rise or fall in 32 tokens, likewise.
+  const float drift = most == 6 ? 0.0f : static_cast<float>(draw(-1, 1));
   for (int b = 0, used = 0; b < made.batch; ++b) {
     const int first = made.q_lens[b] > 0 ? made.first_key(b, 0) : made.k_lens[b];
     const int stop = made.q_lens[b] > 0 ? made.stop_key(b, made.q_lens[b] - 1) : 0;
@@ -140,7 +142,8 @@ Case make_case(std::mt19937_64& random, bool exact) {
         const size_t row = made.row(b, token, head);
         if (kTokenScales) {
           made.k_scale[row] = unit * (0.2f + draw(0, 9) * 0.2f);
-          made.v_scale[row] = draw(0, 40) == 0 ? 0.0f : magnitude * (0.05f + draw(0, 9) * 0.1f);
+          const float usual = magnitude * std::exp2(drift * static_cast<float>(token) / 32);
+          made.v_scale[row] = draw(0, 40) == 0 ? 0.0f : usual * (0.05f + draw(0, 9) * 0.1f);
         }
         for (int i = 0; i < kDim; ++i) {
           made.keys[row * kDim + i] = element(random, made.scale_of(made.k_scale, row));
