@@ -18,7 +18,8 @@
 // -DOSTINATO_VALUE_DIM=n    of values and output, a multiple of 16
 // -DOSTINATO_TYPE=__nv_bfloat16|__half|__nv_fp8_e4m3  operands of the MMAs: queries, keys, values
 //                           and weights
-// -DOSTINATO_QUERY=__nv_bfloat16|__half|__nv_fp8_e4m3  of the queries in memory: as the operands, or
+// -DOSTINATO_QUERY=__nv_bfloat16|__half|__nv_fp8_e4m3  of the queries in memory: as the operands,
+// or
 //                           bf16 beside fp16 operands (query_converter.cuh)
 // -DOSTINATO_CACHE=Same|E4m3|Int8   keys and values in memory: as the operands, or of 8 bits with
 //                           scales, which the producer dequantises (kv_dequantizer.cuh)
@@ -117,10 +118,10 @@ inline constexpr int kPromotionBytes = kPromotesToGmem ? kOutputs * 4 * kConsume
 // With three consumer warpgroups and head dims up to 64, consumers can give up registers to warps
 // that copy pages.
 struct Registers {
-  static constexpr RegisterSplit kDequantizing =
-      kConsumers == 3               ? RegisterSplit{56, 152}
-      : kDim > 128 && !kTokenScales ? RegisterSplit{72, 216}
-                                    : RegisterSplit{56, 224};
+  static constexpr RegisterSplit kDequantizing = kConsumers == 3 ? RegisterSplit{56, 152}
+                                                 : kDim > 128 && !kTokenScales
+                                                     ? RegisterSplit{72, 216}
+                                                     : RegisterSplit{56, 224};
   static constexpr bool kSpares =
       kSource == Source::Pages && kConsumers == 3 && kOutputs <= 32 && !kDebugPrint;
   static constexpr RegisterSplit kSplit = kSpares ? RegisterSplit{56, 152}

@@ -207,7 +207,8 @@ class ConsumerBase {
   }
 
   // The query of one of the thread's rows, or null.
-  __device__ __forceinline__ const QueryType* find_query(const WorkTile& work_tile, int half) const {
+  __device__ __forceinline__ const QueryType* find_query(const WorkTile& work_tile,
+                                                         int half) const {
     const Params& p = args_.params;
     const RowOf row(args_, warpgroup_, row_of_thread(half));
     return row.query < work_tile.queries

@@ -90,7 +90,8 @@ class KvDequantizer {
   static constexpr int kHalf = kCopiesHalves ? Vectors::kCount / 2 : 0;
   // Vectors of 8-bit elements that a lane has read before it converts one.
   static constexpr int kRead = 4;
-  static_assert(!kDequantizes || Vectors::kCount % kRead == 0 && kHalf % kRead == 0, "they take turns in registers");
+  static_assert(!kDequantizes || Vectors::kCount % kRead == 0 && kHalf % kRead == 0,
+                "they take turns in registers");
 
   // The tile before which the next work tile is found (the number of tiles: after the last). The
   // ring is full then, so that consumers do not wait for it.
@@ -138,8 +139,8 @@ class KvDequantizer {
 #pragma unroll
       for (int set = 0; set < kRowSets; ++set) {
         const int row = warp_ * kWarpRows + set * 32 + threadIdx.x % 32;
-        greatest = fmaxf(greatest, write_scales(scales, args_, row, row_scales.key[set],
-                                                row_scales.value[set]));
+        greatest = fmaxf(
+            greatest, write_scales(scales, args_, row, row_scales.key[set], row_scales.value[set]));
       }
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) {

@@ -35,9 +35,11 @@ struct VectorsOf {
   // Offset of one of the two operand vectors of a lane's i-th vector, from the warp's first row.
   // Rows are a sum of two parts whose bits do not overlap, that of the lane and that of i, so that
   // only constants depend on i.
-  __device__ __forceinline__ static constexpr unsigned offset(unsigned i, unsigned half, unsigned lane) {
+  __device__ __forceinline__ static constexpr unsigned offset(unsigned i, unsigned half,
+                                                              unsigned lane) {
     const unsigned to = 2 * vector(lane);
-    const unsigned of_lane = to / 8 * kKeyStrip + row(lane) * kStripBytes + (to % 8 ^ row(lane)) * 16;
+    const unsigned of_lane =
+        to / 8 * kKeyStrip + row(lane) * kStripBytes + (to % 8 ^ row(lane)) * 16;
     const unsigned first_row = i * kRowsAtOnce;
     return (of_lane ^ (first_row % 8 + half) * 16) + first_row * kStripBytes;
   }

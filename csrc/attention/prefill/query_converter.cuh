@@ -1,5 +1,6 @@
-// The query converter: a warpgroup makes the bf16 rows of a work tile fp16, in shared memory, so that
-// 8-bit keys and values need only be converted to fp16, which takes a quarter of the instructions.
+// The query converter: a warpgroup makes the bf16 rows of a work tile fp16, in shared memory, so
+// that 8-bit keys and values need only be converted to fp16, which takes a quarter of the
+// instructions.
 //
 // A row is multiplied by a power of two, by which its greatest element gets into [2^14, 2^15). What
 // is lost is below 2^-38 of it.
@@ -31,8 +32,8 @@ __device__ __forceinline__ uint32_t greater_magnitudes(uint32_t magnitudes, uint
   return max(magnitudes & 0xffff0000, pair & 0x7fff0000) | low;
 }
 
-// Converts a warpgroup's queries, which TMA has written to `queries`. Two lanes have a row, and each
-// warp has those whose scores it gets.
+// Converts a warpgroup's queries, which TMA has written to `queries`. Two lanes have a row, and
+// each warp has those whose scores it gets.
 template <class Storage>
 __device__ __forceinline__ void convert_queries(Storage& shared, uint8_t* queries, int buffer,
                                                 int warpgroup) {

@@ -48,8 +48,8 @@ struct TransposeStorage {
   Ring<ValuesToTranspose> values_to_transpose;
   RingBarriers<ValuesToTranspose> values_to_transpose_barriers;
 };
-// A factor of each token of a tile of keys (token_scales.cuh). Those of the columns of one thread of
-// a quad follow one another, and all four have banks of their own.
+// A factor of each token of a tile of keys (token_scales.cuh). Those of the columns of one thread
+// of a quad follow one another, and all four have banks of their own.
 struct TileFactors {
   static constexpr int kColumns = kKeys / 4;  // of a thread
   static constexpr int kStep = kColumns + 4;
@@ -82,11 +82,10 @@ struct HalvesStorage {
 template <int>
 struct NoStorage {};
 
-struct SharedStorage
-    : std::conditional_t<kFp8, TransposeStorage, NoStorage<0>>,
-      std::conditional_t<kTokenScales, ScaleStorage, NoStorage<1>>,
-      std::conditional_t<kConvertsQueries, QueryStorage, NoStorage<2>>,
-      std::conditional_t<kCopiesHalves, HalvesStorage, NoStorage<3>> {
+struct SharedStorage : std::conditional_t<kFp8, TransposeStorage, NoStorage<0>>,
+                       std::conditional_t<kTokenScales, ScaleStorage, NoStorage<1>>,
+                       std::conditional_t<kConvertsQueries, QueryStorage, NoStorage<2>>,
+                       std::conditional_t<kCopiesHalves, HalvesStorage, NoStorage<3>> {
   alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
   Ring<Keys> keys;
   Ring<Values> values;

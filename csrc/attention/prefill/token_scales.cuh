@@ -1,10 +1,10 @@
 // Scales of each token's keys and values. The producer reads them with a tile of keys, and writes
-// them before it hands over the keys. They have stages of their own, since consumers need them after
-// they have released the keys.
+// them before it hands over the keys. They have stages of their own, since consumers need them
+// after they have released the keys.
 //
-// The scale of a token's values multiplies its weight, which must stay in the range of fp16: weights
-// are relative to a reference that rises with the greatest scale so far (Softmax). A value with a
-// NaN or infinite scale becomes NaN itself.
+// The scale of a token's values multiplies its weight, which must stay in the range of fp16:
+// weights are relative to a reference that rises with the greatest scale so far (Softmax). A value
+// with a NaN or infinite scale becomes NaN itself.
 #pragma once
 
 #include "attention/common/ptx.cuh"
@@ -62,8 +62,8 @@ __device__ __forceinline__ float read_token_scale(const Slots& scales, int64_t p
       scales.data)[page * scales.page_stride + slot * scales.stride + head * scales.head_stride];
 }
 
-// Writes the scales of a token of a tile. Those of tokens that no query sees must be finite. Returns
-// the magnitude of the value's.
+// Writes the scales of a token of a tile. Those of tokens that no query sees must be finite.
+// Returns the magnitude of the value's.
 __device__ __forceinline__ float write_scales(TileScales& scales, const Arguments& args, int row,
                                               float key_scale, float value_scale) {
   const TokenScale scale = TokenScale::of(args, key_scale, value_scale);

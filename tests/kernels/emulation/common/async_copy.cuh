@@ -1,5 +1,5 @@
-// Copies by threads. Those that a thread waits for are done then, and are garbage before; others are
-// done at once, and that they have arrived is told later.
+// Copies by threads. Those that a thread waits for are done then, and are garbage before; others
+// are done at once, and that they have arrived is told later.
 #pragma once
 
 #include <map>
