@@ -169,7 +169,7 @@ def test_prefill_over_8_bit_keys_is_named_by_their_dtype_and_scales() -> None:
     of_tokens = replace(kernel, kv_dtype="int8", token_scales=True)
     assert of_tokens.name == "attention_prefill-bf16-int8_kv-token_scales-d128-slots"
     assert of_tokens.defines()["OSTINATO_TOKEN_SCALES"] == "1"
-    assert of_tokens.defines()["OSTINATO_TYPE"] == "__nv_bfloat16"
+    assert of_tokens.defines()["OSTINATO_TYPE"] == "__half"
     assert AttentionPrefill(**_PREFILL).defines()["OSTINATO_CACHE"] == "Same"
     for variant in (kernel, wide, of_tokens):
         assert AttentionPrefill.from_name(variant.name) == variant
@@ -215,6 +215,12 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
             {**_PREFILL, "head_dim": 128, "kv_dtype": "int8"},
             {"keys": "pages"},
             "keys: got 'pages', expected 'packed' or 'slots'",
+        ),
+        (
+            AttentionPrefill,
+            {**_PREFILL, "head_dim": 128, "kv_dtype": "e4m3", "token_scales": True},
+            {"warpgroups": 3},
+            "warpgroups: got 3, expected 0",
         ),
         (AttentionPrefill, _PREFILL, {"keys": "dense"}, "keys: got 'dense', expected 'packed' or"),
         (AttentionPrefill, _PREFILL, {"head_dim": 72}, "head_dim: got 72, expected a multiple of"),

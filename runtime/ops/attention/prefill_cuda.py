@@ -85,7 +85,7 @@ def _with_rows(
     kernel: AttentionPrefill, q: torch.Tensor, batch: int, max_seqlen_q: int
 ) -> AttentionPrefill:
     """Return the kernel, or that of larger tiles where there is one and it is done sooner."""
-    if kernel.head_dim == kernel.value_dim == 128:
+    if kernel.head_dim == kernel.value_dim == 128 and not kernel.token_scales:
         tiles, larger_tiles = (
             q.size(1) * min(batch * -(-max_seqlen_q // rows), q.size(0) // rows + batch)
             for rows in (_ROWS, _MANY_ROWS)
@@ -272,7 +272,7 @@ def prefill_kernels(
     slots = kernel_for(dtype, dim, "slots", kv_dtype=kv_dtype, token_scales=token_scales)
     pages = kernel_for(dtype, dim, "pages") if kv_dtype in (None, dtype) else None
     usual, many = pages or slots, None
-    if usual is not None and dim == 128 and not batch_invariant:
+    if usual is not None and dim == 128 and not (batch_invariant or token_scales):
         many = replace(usual, warpgroups=3)
     return [kernel for kernel in (pages, many, slots) if kernel is not None]
 

@@ -33,7 +33,8 @@ class AttentionPrefill(Variant):
         value_dim: of values and the output, a multiple of 16 up to `widest_values`; `head_dim`
             unless told, and always of e4m3.
         warpgroups: that multiply, each 64 queries: 3 with head dims of 128, but for 16-bit keys in
-            slots, which is faster where tiles are many; 0 for the usual number.
+            slots and for scales of tokens, which is faster where tiles are many; 0 for the usual
+            number.
     """
 
     family: ClassVar[str] = "attention_prefill"
@@ -80,7 +81,9 @@ class AttentionPrefill(Variant):
             check("head_dim", self.head_dim, _DIMS_8_BIT)
             check("value_dim", self.value_dim, (self.head_dim,))
         gathers = self.keys == "slots" and not dequantizes
-        some_are_wide = not gathers and self.head_dim == self.value_dim == 128
+        some_are_wide = (
+            not gathers and not self.token_scales and self.head_dim == self.value_dim == 128
+        )
         check("warpgroups", self.warpgroups, (0, 3) if some_are_wide else (0,))
 
     @staticmethod
@@ -159,8 +162,7 @@ class AttentionPrefill(Variant):
 
 def _ways_8_bit(head_dim: int) -> list[dict[str, Any]]:
     """Return what an 8-bit cache of a head dim has kernels for."""
-    wide = [{}, {"warpgroups": 3}] if head_dim == 128 else [{}]
-    return [{**how, "token_scales": scaled} for how in wide for scaled in (False, True)]
+    return [{}, {"token_scales": True}, *([{"warpgroups": 3}] if head_dim == 128 else [])]
 
 
 _LISTED = (

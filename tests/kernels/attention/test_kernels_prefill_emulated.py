@@ -34,7 +34,6 @@ _VARIANTS = (
     _variant("e4m3", "slots", warpgroups=3),
     _variant("int8", "slots", head_dim=256),
     _OF_TOKENS,
-    _variant("e4m3", "slots", token_scales=True, warpgroups=3),
     _OF_TOKENS_64,
     AttentionPrefill(head_dim=128, dtype="fp16", kv_dtype="e4m3", keys="packed", token_scales=True),
 )

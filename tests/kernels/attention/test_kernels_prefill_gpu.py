@@ -41,9 +41,9 @@ _VARIANTS = (
     AttentionPrefill(head_dim=128, dtype="bf16", kv_dtype="e4m3", warpgroups=3),
     *(
         AttentionPrefill(
-            head_dim=dim, dtype="bf16", kv_dtype="int8", token_scales=True, keys="slots", **how
+            head_dim=dim, dtype="bf16", kv_dtype="int8", token_scales=True, keys="slots"
         )
-        for dim, how in ((64, {}), (128, {}), (128, {"warpgroups": 3}))
+        for dim in (64, 128)
     ),
 )
 
