@@ -64,13 +64,9 @@ inline constexpr Source kSource = Source::OSTINATO_SOURCE;
 // Whether TMA copies keys and values.
 inline constexpr bool kCopiesKv = kSource != Source::Slots && !kDequantizes;
 
-#ifndef OSTINATO_TRY_FENCE
-#define OSTINATO_TRY_FENCE 1
-#endif
-// Whether consumers order what threads have written before wgmma. (The fence waits for all loads of
-// its thread, and producers have some in flight.)
-inline constexpr bool kConsumersFence =
-    kDequantizes ? OSTINATO_TRY_FENCE != 0 : kSource == Source::Slots;
+// Whether consumers order what threads have written before wgmma. (A fence may wait for all
+// accesses of its thread, and producers have copies in flight.)
+inline constexpr bool kConsumersFence = kDequantizes || kSource == Source::Slots;
 
 inline constexpr int kDim = OSTINATO_HEAD_DIM;
 inline constexpr int kValueDim = OSTINATO_VALUE_DIM;

@@ -93,7 +93,7 @@ def test_bits_are_those_of_dequantised_keys_and_values(
     ("variant", "file", "call"),
     [
         (_USUAL, "kv_dequantizer.cuh", "wait(&barriers_of<What>(shared_).empty[position.slot], "),
-        (_WIDE, "kv_dequantizer.cuh", "wait_copies<1>("),
+        (_WIDE, "kv_dequantizer.cuh", "wait_copies<1>();\n      } else {"),
         (_OF_TOKENS, "kv_dequantizer.cuh", "wait(scales_empty_of(shared_, position.slot), "),
     ],
     ids=["for a stage", "for copies", "for scales"],
