@@ -79,13 +79,19 @@ __global__ void __launch_bounds__(kFewWarps<kPerLane> * 32, 1)
   planner.run();
 }
 
+__device__ __forceinline__ void clear_counts(const MoeRouteParams& p, int* counts) {
+  for (int i = static_cast<int>(threadIdx.x); i < even(p.experts); i += kSelectWarps * 32) {
+    counts[i] = 0;
+  }
+}
+
 // Selects for the tokens of this CTA's segment, and writes how many slots of it each expert has.
 // `counts` is shared memory, cleared.
 template <int kPerLane>
 __device__ __forceinline__ void select_and_count(const MoeRouteParams& p, uint8_t* storage,
                                                  int* counts) {
   const int segment = static_cast<int>(blockIdx.x), words = even(p.experts) / 2;
-  const int tokens = (p.tokens + p.segments - 1) / p.segments, first = segment * tokens;
+  const int tokens = segment_tokens(p), first = segment * tokens;
   select_tokens<kPerLane>(p, storage, counts, nullptr, first, min(first + tokens, p.tokens),
                           kSelectWarps);
   __syncthreads();
@@ -101,9 +107,7 @@ __global__ void __launch_bounds__(kSelectWarps * 32)
     select_segment(const __grid_constant__ MoeRouteParams p) {
   extern __shared__ __align__(1024) uint8_t storage[];
   int* const counts = reinterpret_cast<int*>(storage + selection_bytes(p, kSelectWarps));
-  for (int i = static_cast<int>(threadIdx.x); i < even(p.experts); i += kSelectWarps * 32) {
-    counts[i] = 0;
-  }
+  clear_counts(p, counts);
   wait_for_predecessor();
   let_successor_start();
   __syncthreads();
@@ -114,8 +118,7 @@ __global__ void __launch_bounds__(kPlanWarps * 32, 1)
     plan_segment(const __grid_constant__ MoeRouteParams p) {
   extern __shared__ __align__(1024) uint8_t storage[];
   const int segment = static_cast<int>(blockIdx.x);
-  SegmentPlanner planner(p, segment, p.ids + int64_t(segment) * SegmentPlanner::segment_slots(p),
-                         storage);
+  SegmentPlanner planner(p, segment, p.ids + int64_t(segment) * segment_slots(p), storage);
   planner.begin();
   wait_for_predecessor();
   let_successor_start();
@@ -129,11 +132,9 @@ __global__ void __launch_bounds__(kSelectWarps * 32, 1)
   extern __shared__ __align__(1024) uint8_t storage[];
   const int segment = static_cast<int>(blockIdx.x);
   int* const counts = reinterpret_cast<int*>(storage + selection_bytes(p, kSelectWarps));
-  ClusterPlanner planner(p, segment, p.ids + int64_t(segment) * ClusterPlanner::segment_slots(p),
+  ClusterPlanner planner(p, segment, p.ids + int64_t(segment) * segment_slots(p),
                          reinterpret_cast<uint8_t*>(counts + even(p.experts)));
-  for (int i = static_cast<int>(threadIdx.x); i < even(p.experts); i += kSelectWarps * 32) {
-    counts[i] = 0;
-  }
+  clear_counts(p, counts);
   planner.begin();
   wait_for_predecessor();
   let_successor_start();
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kSelectWarps * 32, 1)
 // Whether a cluster routes: of sizes that every GPU with clusters has, a token for each warp.
 bool suits_cluster(const MoeRouteParams& p) {
   return kHasClusters && (p.segments == 2 || p.segments == 4 || p.segments == 8) &&
-         (p.tokens + p.segments - 1) / p.segments <= kSelectWarps;
+         segment_tokens(p) <= kSelectWarps;
 }
 
 bool is_valid(const MoeRouteParams& p) {
@@ -156,13 +157,12 @@ bool is_valid(const MoeRouteParams& p) {
   const auto aligned = [](const void* pointer, uintptr_t bytes) {
     return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
   };
-  const bool segments =
-      p.segments == 1
-          ? p.tokens <= kFewTokens
-          : p.segments > 1 && p.segments <= p.tokens && p.counts != nullptr &&
-                aligned(p.counts, sizeof(uint32_t)) &&
-                (p.tokens + p.segments - 1) / p.segments <= kMostSegmentTokens &&
-                int64_t(p.tokens + p.segments - 1) / p.segments * (p.segments - 1) < p.tokens;
+  const bool segments = p.segments == 1
+                            ? p.tokens <= kFewTokens
+                            : p.segments > 1 && p.segments <= p.tokens && p.counts != nullptr &&
+                                  aligned(p.counts, sizeof(uint32_t)) &&
+                                  segment_tokens(p) <= kMostSegmentTokens &&
+                                  int64_t(segment_tokens(p)) * (p.segments - 1) < p.tokens;
   return p.experts > 0 && p.experts <= kMostExperts && p.top_k > 0 && p.top_k <= kMostTopK &&
          p.groups > 0 && p.groups <= kMostGroups && p.experts % p.groups == 0 && p.top_groups > 0 &&
          p.top_groups <= p.groups && p.top_k <= p.experts / p.groups * p.top_groups &&
@@ -178,7 +178,7 @@ cudaError_t route(const MoeRouteParams& p, cudaStream_t stream) {
   LaunchConfig config;
   config.pdl = p.pdl != 0;
   config.grid = dim3(static_cast<uint32_t>(p.segments));
-  const int slots = SegmentPlanner::segment_slots(p);
+  const int slots = segment_slots(p);
   if (p.segments == 1) {
     constexpr int kWarps = kFewWarps<kPerLane>;
     config.block = dim3(kWarps * 32);

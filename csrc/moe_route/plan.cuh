@@ -6,11 +6,20 @@
 
 #include <cstdint>
 
+#include "common/sizes.cuh"
 #include "params.h"
 
 namespace ostinato::route {
 
 inline constexpr int kChunkSlots = 32;
+
+// Tokens of each segment but the last, and their slots.
+__host__ __device__ inline int segment_tokens(const MoeRouteParams& p) {
+  return ceil_div(p.tokens, p.segments);
+}
+__host__ __device__ inline int segment_slots(const MoeRouteParams& p) {
+  return segment_tokens(p) * p.top_k;
+}
 
 // Shared memory of a plan.
 struct PlanMemory {
@@ -21,9 +30,7 @@ struct PlanMemory {
   int* before;         // [experts], slots in the segments before
   uint8_t* of_chunks;  // of a round: slots of each expert in each chunk
 
-  __host__ __device__ static int chunks(int slots) {
-    return (slots + kChunkSlots - 1) / kChunkSlots;
-  }
+  __host__ __device__ static int chunks(int slots) { return ceil_div(slots, kChunkSlots); }
   // Bytes of a chunk's counts, whole words.
   __host__ __device__ static int chunk_bytes(int experts) { return (experts + 4) / 4 * 4; }
   __host__ __device__ static int bytes(int experts, int warps, int round_slots) {
@@ -55,10 +62,6 @@ class Planner {
         thread_(static_cast<int>(threadIdx.x)),
         lane_(thread_ % 32),
         warp_(thread_ / 32) {}
-
-  __host__ __device__ static int segment_slots(const MoeRouteParams& p) {
-    return (p.tokens + p.segments - 1) / p.segments * p.top_k;
-  }
 
   // Slots of each expert, which a CTA that chooses the experts of all tokens counts.
   __device__ __forceinline__ int* counts() const { return memory_.counts; }
@@ -177,7 +180,7 @@ class Planner {
     const int expert = thread_, experts = params_.experts;
     const int count = expert < experts ? memory_.counts[expert] : 0;
     const int before = expert < experts ? memory_.before[expert] : 0;
-    const int tiles = (count + params_.tile_tokens - 1) / params_.tile_tokens;
+    const int tiles = ceil_div(count, params_.tile_tokens);
     int rows_to = count, tiles_to = tiles;  // those of this expert included
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {

@@ -298,7 +298,7 @@ class Epilogue {
   static constexpr int kOwnScales = kChannels / kWarpgroup;
   float* const channel_scales_;
   const int barrier_;
-  float own_scales_[kOwnScales > 0 ? kOwnScales : 1];
+  float own_scales_[kOwnScales];
 };
 
 }  // namespace ostinato::moe
