@@ -28,12 +28,9 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-
-    from ostinato.models.parts import ExpertsPart
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 OUT = Path(os.environ.get("OUT", "/tmp/moe_out"))
 WORK = Path(os.environ.get("MOE_WORK", "/tmp/moe_work"))
@@ -311,36 +308,17 @@ def warm_list() -> None:
 def kernels() -> None:
     """Print the names of all kernels of ours that the parts launch; needs no GPU."""
     import torch
+    from hollow_weights import Hollow
 
     from ostinato.bench.shapes import SHAPES
-    from ostinato.bench.weights import _RandomLoader, dtype_named
     from ostinato.jit.variant import Variant
-    from ostinato.models import DenseLinear, W8A8Linear, family_of, read_config
-    from ostinato.models.experts.products import W8A8Experts, experts_kernels
+    from ostinato.models import DenseLinear, family_of, read_config
+    from ostinato.models.experts.products import experts_kernels
     from ostinato.ops.linear.quantize_cuda import input_kernel
     from ostinato.ops.moe.combine_cuda import MoeCombine
     from ostinato.ops.moe.route_cuda import MoeRoute
 
     cpu, bf16, fp8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
-
-    class Hollow(_RandomLoader):
-        """Weights that are never written, so take no time and no memory."""
-
-        def _normal(self, rows: int, columns: int, **drawn: Any) -> torch.Tensor:
-            return torch.empty(rows, columns, dtype=bf16)
-
-        def _linear(
-            self, shape: tuple[int, int], precision: str, out: torch.dtype, **drawn: Any
-        ) -> DenseLinear | W8A8Linear:
-            if precision == "bf16":
-                return DenseLinear(torch.empty(shape, dtype=bf16), out_dtype=out)
-            codes = torch.empty(shape, dtype=dtype_named(precision))
-            return W8A8Linear(codes, torch.empty(shape[0]), out, batch_invariant=True)
-
-        def experts(self, part: ExpertsPart) -> W8A8Experts:
-            shape = (part.num_experts, *part.shape)
-            codes = torch.empty(shape, dtype=dtype_named(self.precision))
-            return W8A8Experts(codes, part.gated, torch.empty(shape[:2]), bf16)
 
     need: set[Variant] = {MoeRoute(dtype="fp32"), MoeCombine(dtype="bf16")}
     # Of torch's grouped products in FP8 and bf16, between kernels of ours.

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     import torch
 
     from ostinato.models import Decoder
-    from ostinato.models.parts import ExpertsPart
     from ostinato.parallel import Ranks
 
 ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("", "parallel", "compat/vllm")]
+sys.path[:0] = [
+    str(ROOT / "tests" / folder) for folder in ("", "gpu_runs", "parallel", "compat/vllm")
+]
 
 CPU = os.environ.get("TP_CPU") == "1"
 OUT = Path(os.environ.get("OUT", "/tmp/tp_out"))
@@ -86,38 +87,18 @@ def engine_flags() -> None:
 def kernels(ranks: int) -> None:
     """Print what a rank of each model launches, and what tests of collectives do."""
     import torch
+    from hollow_weights import Hollow
 
     from ostinato.bench.shapes import SHAPES
-    from ostinato.bench.weights import _RandomLoader, dtype_named
     from ostinato.cli.build import _model_kernels
     from ostinato.jit.variant import Variant
-    from ostinato.models import DenseLinear, W8A8Linear, family_of, kv_format, read_config
-    from ostinato.models.experts.products import W8A8Experts
+    from ostinato.models import family_of, kv_format, read_config
     from ostinato.ops.collective.collective_cuda import collective_kernel
     from ostinato.ops.collective.communicator import local_communicators
     from ostinato.ops.linear.quantize_cuda import input_kernel
     from tiny import tiny_llama
 
     bf16, fp32 = torch.bfloat16, torch.float32
-
-    class Hollow(_RandomLoader):
-        """Weights that are never written, so take no time and no memory."""
-
-        def _normal(self, rows: int, columns: int, **drawn: Any) -> torch.Tensor:
-            return torch.empty(rows, columns, dtype=bf16)
-
-        def _linear(
-            self, shape: tuple[int, int], precision: str, out: torch.dtype, **drawn: Any
-        ) -> DenseLinear | W8A8Linear:
-            if precision == "bf16":
-                return DenseLinear(torch.empty(shape, dtype=bf16), out_dtype=out)
-            codes = torch.empty(shape, dtype=dtype_named(precision))
-            return W8A8Linear(codes, torch.empty(shape[0]), out, batch_invariant=True)
-
-        def experts(self, part: ExpertsPart) -> W8A8Experts:
-            shape = (part.num_experts, *part.shape)
-            codes = torch.empty(shape, dtype=dtype_named(self.precision))
-            return W8A8Experts(codes, part.gated, torch.empty(shape[:2]), bf16)
 
     need: set[Variant] = set()
     for shape in (SHAPE, EXPERTS):
