@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ DEFAULT_TIMEOUT_S = 60.0
 _GIVE_UP = 0.75  # of the timeout: a collective waits so long, and no rank is silent for so long
 _DEVICE_TIMEOUT_S = 600.0  # of NCCL's collectives: a rank may compile while the others wait
 _LAST_WORDS_S = 5.0  # for the others to leave, or to read of a failure
+_BACKLOG = 2048  # connections that may wait for the store
 
 
 def world_size() -> int:
@@ -286,20 +288,35 @@ def start_ranks(device: torch.device, *, timeout_s: float = DEFAULT_TIMEOUT_S) -
 def _store(rank: int, timeout_s: float) -> Any:
     """Return the store that torchrun holds, or else rank 0."""
     holder = _store_rank()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store: Any = distributed.TCPStore(  # type: ignore[attr-defined]  # it is public
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+            host,
+            port,
             is_master=rank == holder,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
+            master_listen_fd=_listen(host, port) if rank == holder else None,
         )
-    except distributed.DistError as error:
+    except (distributed.DistError, OSError) as error:
         failures = {} if holder is None else {holder: "does not hold a store of the group"}
         raise RankError(f"{describe(failures)}: {error}", failures) from error
     # torchrun starts all of them anew when one ends, on the same store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return distributed.PrefixStore(f"ostinato/attempt {attempt}", store)  # type: ignore[attr-defined]
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Return a listening socket for a store; None for an address of IPv6 alone.
+
+    The store's only thread asks for the name of whoever connects. On a socket for IPv4 and IPv6, as
+    torch makes it, /etc/hosts does not answer that, and no rank is served until a name server does.
+    """
+    try:
+        socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None
+    return socket.create_server(("", port), family=socket.AF_INET, backlog=_BACKLOG).detach()
 
 
 def _connection(store: Any) -> Any:

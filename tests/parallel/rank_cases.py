@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -122,7 +123,15 @@ class Fault:
 
 def keep_store(port: int) -> None:
     """Hold the store of a case, as torchrun does, until this process is killed."""
-    store = distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", port), backlog=2048)
+    # Torch's own socket has the store wait for a name server at each connection.
+    store = distributed.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     signal.pause()
     del store
 

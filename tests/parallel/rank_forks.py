@@ -45,6 +45,8 @@ class Forks:
                 "PYTHONPATH": os.pathsep.join(paths),
                 # Else asking for GPUs would begin what a fork cannot go on with.
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                # A rank that connects to the store has torch ask a name server for that host.
+                "RES_OPTIONS": "timeout:1 attempts:1",
             },
             text=True,
         )

@@ -70,8 +70,7 @@ def expected() -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(1200)
 def test_whatever_happens_to_one_rank_the_others_end(expected: list[dict[str, Any]]) -> None:
-    # More at once, and on two cores a rank may wait for the store for longer than it may.
-    reports = run_cases(FAULTS, at_once=effort(3, 5))
+    reports = run_cases(FAULTS, at_once=effort(3, 8))
     wrong = [problem for report in reports for problem in problems(report, expected)]
     assert not wrong, f"{len(wrong)} faults went wrong\n" + "\n\n".join(map(str, wrong[:5]))
     if LONG:
