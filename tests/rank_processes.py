@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,23 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 240.0  # against hanging, on however slow a machine
+
+
+def hold_store(port: int = 0) -> Any:
+    """Return a store for ranks of this host, at a port, or at a free one.
+
+    On its own socket, for both families of addresses, torch has the store wait for a name server
+    whenever a rank connects.
+    """
+    listener = socket.create_server(("127.0.0.1", port), backlog=2048)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]  # it is public
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def results_of_processes(
@@ -29,7 +47,7 @@ def results_of_processes(
     """
     starting = multiprocessing.get_context("forkserver")
     starting.set_forkserver_preload(preload)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hold_store()
     results = starting.SimpleQueue()
     processes = [
         starting.Process(target=_work, args=(rank, size, store.port, results, function, args))
@@ -61,7 +79,7 @@ def _work(
 ) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     crash = found = None
     try:

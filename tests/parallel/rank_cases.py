@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from rank_processes import hold_store
 
 import ostinato.server  # noqa: F401  # once, before the forks
 from ostinato.engine import Engine, SamplingParams, StructuredOutput
@@ -123,15 +122,7 @@ class Fault:
 
 def keep_store(port: int) -> None:
     """Hold the store of a case, as torchrun does, until this process is killed."""
-    listener = socket.create_server(("127.0.0.1", port), backlog=2048)
-    # Torch's own socket has the store wait for a name server at each connection.
-    store = distributed.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    store = hold_store(port)
     signal.pause()
     del store
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from rank_processes import hold_store
 
 from ostinato.graphs import BufferSpec, BurstRules, Feed, GraphRunner, StaticBuffers, process_group
 
@@ -212,7 +213,7 @@ def run_ranks(target, size, *arguments, seconds=120.0):
     """
     spawning = multiprocessing.get_context("forkserver")
     spawning.set_forkserver_preload(["ostinato.graphs", "torch.distributed"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hold_store()
     results = spawning.SimpleQueue()  # written to at once, also by a process that then dies
     processes = [
         spawning.Process(target=target, args=(rank, size, store.port, *arguments, results))
