@@ -30,8 +30,7 @@ test: $(VENV)/.test
 
 # Those of these tests of which `test` tries a sample (tests/effort.py), with all of their cases.
 test-long: $(VENV)/.test
-	OSTINATO_TEST_EFFORT=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    $(COVERAGE)
+	OSTINATO_TEST_EFFORT=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Properties alone, each with new random examples.
 EXAMPLES ?= 1000
