@@ -41,6 +41,8 @@ export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # NVLink multicast stays off: it can put a host's GPUs out of service.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo
+# Torch asks a name server whenever a rank connects to a store, and there may be none.
+export RES_OPTIONS="timeout:1 attempts:1"
 mkdir -p "$OUT" "$W"
 PARTS=${*:-build tests replays faults all_reduce custom engine vllm}
 CPU=${TP_CPU:-0}
