@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 from .. import __version__
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Command] = {
 }
 USER_ERROR = 2
 BROKEN_PIPE = 128 + signal.SIGPIPE
+_RANK_0_PRINTS_S = 5.0  # it may still be starting
 # A full disk, a quota, a limit on a file's size, a terminal that is gone.
 _NO_MORE_IS_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -82,6 +84,8 @@ def _say(name: str, error: Exception) -> None:
     failures = getattr(error, "failures", {})
     if is_heard() or failures.get(0, "failed:").partition(":")[0] != "failed":
         print(f"{name}: error: {error}", file=sys.stderr)
+    else:
+        time.sleep(_RANK_0_PRINTS_S)  # torchrun ends it as soon as this process has ended
 
 
 def _drop_output() -> None:

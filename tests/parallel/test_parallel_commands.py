@@ -170,17 +170,34 @@ def test_the_page_has_a_program_for_every_rank(forks: Forks) -> None:
     assert second["told"][0]["printed"] == ""
 
 
-@long_only  # three more imports of torch
-def test_torchrun_starts_ranks() -> None:
-    done = subprocess.run(
+def torchrun(ranks: int, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with real processes, each of which imports torch."""
+    return subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("-m", "ostinato", *GENERATE, "8", "Classes", "--json"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+            *("-m", "ostinato", *argv),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=LONGEST_S,
-        check=True,
     )
+
+
+@long_only
+def test_torchrun_starts_ranks() -> None:
+    done = torchrun(2, *GENERATE, "8", "Classes", "--json")
+    assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["completions"]) == 1
+
+
+@long_only
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [([], "q_proj: got 6 groups of 32 rows for 4 ranks"), (["-tp", "2"], "got 2, expected 4")],
+)
+def test_torchrun_leaves_rank_0_time_to_print(flags: list[str], message: str) -> None:
+    # It ends all processes as soon as one has ended, and of these rank 0 alone prints.
+    done = torchrun(4, *GENERATE, "8", "Classes", *flags)
+    assert done.returncode != 0
+    assert done.stderr.count(message) == 1, done.stderr
