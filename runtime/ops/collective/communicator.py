@@ -23,6 +23,9 @@ from ..common.torch_library import register
 
 Result = TypeVar("Result")
 
+# Newer versions of torch warn of the second name, older ones lack the first.
+_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
 DEFAULT_TIMEOUT_S = 600.0  # as that of a process group: a rank may compile kernels meanwhile
 
 _numbers = count()
@@ -120,7 +123,7 @@ class GroupCommunicator(Communicator):
     def gather_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
         # As bytes: backends know few dtypes, and need not know them for this.
         try:
-            distributed.all_gather_into_tensor(_bytes_of(out), _bytes_of(x), group=self.group)
+            _gather(_bytes_of(out), _bytes_of(x), group=self.group)
         except RuntimeError as error:
             raise CommunicatorError(
                 f"rank {self.rank} of {self.size} could not gather {list(x.shape)} {x.dtype}: "
