@@ -31,13 +31,15 @@ def _main(argv: Sequence[str]) -> int:
 
 def _chat(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> int:
     from ..server import Settings
+    from ..server.chat.templates import load_chat_template
 
+    settings = Settings()
     with user_errors():
         given = sampling_params(args)
-    service = service_of(args, folder, Settings(), ranks)
-    try:
-        if service.template is None:
+        if load_chat_template(folder, settings.template_timeout) is None:
             raise UserError(f"MODEL: {args.model} has no chat template: use `ostinato generate`")
+    service = service_of(args, folder, settings, ranks)
+    try:
         defaults: dict[str, Any] = {"max_tokens": service.max_context, **service.defaults}
         own = {name: value for name, value in defaults.items() if not hasattr(args, name)}
         params = replace(given, **own)
