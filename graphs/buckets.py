@@ -30,20 +30,22 @@ def default_batch_sizes(max_batch: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_batch), max_batch)
 
 
-def check_batch_sizes(batch_sizes: Iterable[int], max_batch: int) -> tuple[int, ...]:
-    """Return the batch sizes as a tuple.
+def check_batch_sizes(
+    batch_sizes: Iterable[int], max_batch: int, name: str = "batch_sizes"
+) -> tuple[int, ...]:
+    """Return the batch sizes, an argument of this name, as a tuple.
 
     Raises:
         TypeError: when they cannot be iterated.
         ValueError: unless they are integers from 1 to `max_batch`, at least one, strictly
             increasing; the message shows the corrected list.
     """
-    got = list(map(_as_plain, as_list("batch_sizes", batch_sizes)))
+    got = list(map(_as_plain, as_list(name, batch_sizes)))
     valid = {size for size in got if _is_int(size) and 1 <= size <= max_batch}
     corrected = sorted(valid) or list(default_batch_sizes(max_batch))
     if got != corrected or not all(map(_is_int, got)):
         raise ValueError(
-            f"batch_sizes: got {got}, expected at least one integer from 1 to "
+            f"{name}: got {got}, expected at least one integer from 1 to "
             f"max_batch={max_batch}, strictly increasing; corrected: {corrected}"
         )
     return tuple(got)

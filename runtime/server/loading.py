@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ostinato.graphs import CaptureReport
+from ostinato.graphs.buckets import check_batch_sizes
 
 from ..checkpoint import load_config, load_model, load_tokenizer
 from ..engine import Engine
@@ -63,7 +64,10 @@ class EngineOptions:
     communicator: Communicator | None = None
 
     def __post_init__(self) -> None:
-        check_memory_fraction(self.memory_fraction)  # before the model is loaded
+        # Before the model is loaded.
+        check_memory_fraction(self.memory_fraction)
+        if self.capture_sizes is not None:
+            check_batch_sizes(self.capture_sizes, self.most, "capture_sizes")
 
     @property
     def most(self) -> int:

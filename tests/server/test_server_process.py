@@ -75,6 +75,7 @@ def test_server_listens_on_the_loopback_address_by_default(
         (["--port", "70000"], "port: got 70000"),
         (["--max-queue", "-1"], "max_queue: got -1"),
         (["--memory-fraction", "2"], "memory_fraction: got 2.0"),
+        (["--capture-sizes", "1", "8", "--max-batch", "4"], "capture_sizes: got [1, 8]"),
         (["--kv-cache-dtype", "fp4"], "--kv-cache-dtype"),
         (["--kv-cache-dtype", "fp16"], "kv_cache_dtype: got 'fp16'"),
         (["--tensor-parallel-size", "2"], "tensor-parallel-size"),
