@@ -40,14 +40,14 @@ def mapped_by_host(maps: Path = Path("/proc/self/maps")) -> list[Allocation]:
     but so that it cannot be read, or through a file of the driver's.
     """
     try:
-        lines = maps.read_text().splitlines()
+        lines = maps.read_bytes().split(b"\n")[:-1]  # names of files may be of any bytes
     except OSError:
         return []
     ranges = []
     for line in lines:
         span, permissions, *rest = line.split(maxsplit=5)
-        if permissions.startswith("r") and not rest[-1].startswith("/dev/nvidia"):
-            start, end = (int(bound, 16) for bound in span.split("-"))
+        if permissions.startswith(b"r") and not rest[-1].startswith(b"/dev/nvidia"):
+            start, end = (int(bound, 16) for bound in span.split(b"-"))
             ranges.append(Allocation(start, end - start, "the host's memory"))
     return ranges
 

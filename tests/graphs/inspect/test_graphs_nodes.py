@@ -61,14 +61,16 @@ def test_the_span_is_from_the_first_byte_to_the_last(ranges):
 
 def test_host_mappings_are_told_from_driver_reservations(tmp_path):
     maps = tmp_path / "maps"
-    maps.write_text(
-        "00400000-00452000 r-xp 00000000 08:02 173521      /usr/bin/python with spaces\n"
-        "7f0000000000-7f0040000000 ---p 00000000 00:00 0 \n"
-        "7f0100000000-7f0100200000 rw-s 00000000 00:06 515  /dev/nvidia-uvm\n"
-        "7ffc00000000-7ffc00001000 rw-p 00000000 00:00 0    [stack]\n"
+    maps.write_bytes(
+        b"00400000-00452000 r-xp 00000000 08:02 173521      /usr/bin/python with spaces\n"
+        b"00500000-00501000 r-xp 00000000 08:02 173522      /home/caf\xe9/\x0clib.so\n"
+        b"7f0000000000-7f0040000000 ---p 00000000 00:00 0 \n"
+        b"7f0100000000-7f0100200000 rw-s 00000000 00:06 515  /dev/nvidia-uvm\n"
+        b"7ffc00000000-7ffc00001000 rw-p 00000000 00:00 0    [stack]\n"
     )
     assert [(a.start, a.size) for a in mapped_by_host(maps)] == [
         (0x400000, 0x52000),
+        (0x500000, 0x1000),
         (0x7FFC00000000, 0x1000),
     ]
     assert mapped_by_host(tmp_path / "none") == []
