@@ -197,7 +197,8 @@ class _OwnParameter(torch.nn.Parameter):
 
 def test_tensors_of_another_allocator_are_live_while_they_are(make):
     _without_storage = torch.zeros(3, 3).to_sparse()
-    foreign = _OwnParameter(torch.zeros(100), requires_grad=False)
+    held = bytearray(400)  # which no other tensor gets when this one is deleted
+    foreign = _OwnParameter(torch.frombuffer(held, dtype=torch.float32), False)
     address = foreign.data_ptr()
     there = Allocation(address, 400, "device 0")
     problem = "parameter 0 is in memory on device 0 that torch did not allocate and nobody declared"
