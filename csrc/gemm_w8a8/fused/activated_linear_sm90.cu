@@ -36,7 +36,7 @@ __device__ W8A8GemmParams product_of(const ActivatedLinearParams& p) {
   return product;
 }
 
-__global__ void __launch_bounds__(small_m::kThreads, 1)
+__global__ void __launch_bounds__(small_m::kBoundThreads, small_m::kCtasPerSm)
     activated_linear(const __grid_constant__ ActivatedLinearParams params,
                      const TileShares shares) {
   extern __shared__ uint8_t storage[];

@@ -65,7 +65,7 @@ __device__ W8A8GemmParams product_of(const FusedLinearParams& p, const CodeStora
   return product;
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(small_m::kBoundThreads, small_m::kCtasPerSm)
     fused_linear(const __grid_constant__ FusedLinearParams params, const TileShares shares,
                  const KnownDivisor k) {
   extern __shared__ uint8_t storage[];

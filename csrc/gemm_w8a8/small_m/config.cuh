@@ -17,6 +17,19 @@
 // -DOSTINATO_X_SLOTS=n                    chunks of x that a warp holds in registers
 // -DOSTINATO_PAIRED_TILES=0|1             1: the two tiles of a pass are gates and their ups
 
+// Trials of launches that share an SM with the next ones (docs/notebooks/decode_step.md): the size
+// of the ring, how many CTAs the registers of an SM are to hold, and whether the next launch may
+// start when x is requested, not before.
+#ifndef OSTINATO_RING_KB
+#define OSTINATO_RING_KB 144
+#endif
+#ifndef OSTINATO_CTAS_PER_SM
+#define OSTINATO_CTAS_PER_SM 1
+#endif
+#ifndef OSTINATO_LATE_SUCCESSOR
+#define OSTINATO_LATE_SUCCESSOR 0
+#endif
+
 namespace ostinato::small_m {
 
 using Output = OSTINATO_OUTPUT;
@@ -64,7 +77,12 @@ inline constexpr int kSmemLimit = 227 * 1024;
 // scales, zero points, barriers
 inline constexpr int kFixedBytes = kPartialBytes + kTokens * 8 + 1024;
 // Shared memory reduces L1, where all loads of x need a line at the same time.
-inline constexpr int kRingLimit = 144 * 1024;
+inline constexpr int kRingLimit = OSTINATO_RING_KB * 1024;
+inline constexpr int kCtasPerSm = OSTINATO_CTAS_PER_SM;
+// What registers are limited by: nine warps may take those of twelve, three of each quarter of an
+// SM.
+inline constexpr int kBoundThreads = kCtasPerSm == 1 ? kThreads : round_up(kThreads, 128);
+inline constexpr bool kLateSuccessor = OSTINATO_LATE_SUCCESSOR != 0;
 // Bytes in flight until x is requested: little more than keeps memory busy, since x, and what the
 // preceding kernels read, queue behind them.
 inline constexpr int kPrefillBytes = 32 * 1024;

@@ -87,13 +87,18 @@ class Producer {
 
   __device__ void run() {
     // Only now, since the next kernel's CTAs replace the first that end, and fill their own rings.
-    let_successor_start();
+    if constexpr (!kLateSuccessor) {
+      let_successor_start();
+    }
     for (int i = kPrefillStages; i < kStages && !done(); ++i) {
       const int last = min(kRowTiles, work_.end_tile - work_.first_tile) - 1;
       while (!is_complete(&shared_.full[i - kPrefillStages][last][kHalves - 1], 0) &&
              !is_complete(&shared_.x_requested, 0)) {
       }
       issue();
+    }
+    if constexpr (kLateSuccessor) {
+      let_successor_start();
     }
     while (!done()) {
       wait(&shared_.empty[position_.slot], position_.parity ^ 1);
