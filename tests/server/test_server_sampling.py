@@ -105,7 +105,6 @@ def test_openai_client_reads_logprobs_of_chats(full: Client) -> None:
     assert len(content) == answer.usage.completion_tokens
     assert all(len(each.top_logprobs) == 3 for each in content)
     assert content[0].top_logprobs[0].logprob == content[0].logprob <= 0
-    assert bytes(content[0].bytes).decode() == content[0].token
     told = [c for chunk in chunks if (own := chunk.choices[0].logprobs) for c in own.content]
     assert told == content
 
@@ -133,6 +132,23 @@ def test_wrong_values_are_named(full: Client, fields: dict[str, Any], param: str
 def test_top_logprobs_need_logprobs(full: Client) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}
     assert full.refused(body, "/v1/chat/completions")["param"] == "top_logprobs"
+
+
+def test_bytes_of_a_chat_join_to_its_text(full: Client) -> None:
+    pytest.importorskip("xgrammar")
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "structured_outputs": {"choice": ["é漢😀"]},
+        "logprobs": True,
+        "temperature": 0,
+    }
+    status, document = full.post("/v1/chat/completions", body)
+    assert status == 200
+    (choice,) = document["choices"]
+    assert choice["message"]["content"] == "é漢😀"
+    *content, end = choice["logprobs"]["content"]
+    assert end["token"] == "<|endoftext|>"
+    assert [each["bytes"] for each in content] == [[byte] for byte in "é漢😀".encode()]
 
 
 def test_texts_have_the_form_that_is_asked_for(full: Client) -> None:
