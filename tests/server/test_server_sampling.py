@@ -17,11 +17,18 @@ PATH = "/v1/completions"
 FIELDS: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
+def _schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 @pytest.fixture(scope="module")
 def full() -> Iterator[Client]:
     """Serve a model whose engine processes logits."""
+    engine = make_engine(logits_processing=True)
+    assert engine.grammars is not None
     service = make_service(
-        lambda: make_engine(logits_processing=True),
+        lambda: engine,
+        compile_grammar=engine.grammars.compile,
         template=ChatTemplate({"default": CHATML}, {}, 10.0),
     )
     with serving(service) as client:
@@ -122,11 +129,29 @@ def test_openai_client_reads_logprobs_of_chats(full: Client) -> None:
         ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"structured_outputs": {"regex": "("}}, ""),
     ],
 )
 def test_wrong_values_are_named(full: Client, fields: dict[str, Any], param: str) -> None:
     assert (full.refused({"prompt": "a", **fields})["param"] or "").startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "kind"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
+        ({"structured_outputs": {"grammar": "root ::="}}, "structured_outputs", "grammar"),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "json_schema"),
+        ({"response_format": _schema_format({"$ref": "#"})}, "response_format", "json_schema"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_field(
+    full: Client, fields: dict[str, Any], param: str, kind: str
+) -> None:
+    pytest.importorskip("xgrammar")
+    error = full.refused({"prompt": "a", **fields})
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: {kind}: got a text that is no grammar")
+    full.complete("a", max_tokens=2)
 
 
 def test_top_logprobs_need_logprobs(full: Client) -> None:
@@ -163,5 +188,4 @@ def test_texts_have_the_form_that_is_asked_for(full: Client) -> None:
     assert number.isdigit()
     assert len(number) == 3
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    assert set(json.loads(text(response_format=form))) == {"a"}
+    assert set(json.loads(text(response_format=_schema_format(schema)))) == {"a"}

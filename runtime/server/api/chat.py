@@ -64,7 +64,7 @@ async def chat(body: ChatRequest, request: Request, service: Served) -> Response
         MessageReader(service.parsers, names, thinking=text.rstrip().endswith("<think>"))
         for _ in range(choices)
     ]
-    generation = await service.generate([prompt] * choices, params)
+    generation = await service.generate([prompt] * choices, params, form_field=body.form_field)
     document = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
