@@ -233,13 +233,6 @@ def sampling_params(
         raise bad_value(error) from error
 
 
-def unsupported(name: str) -> ApiError:
-    """Return the answer to a field that this server knows and does not serve."""
-    return ApiError(
-        400, f"{name}: got a field that is not supported yet", param=name, code="unsupported_field"
-    )
-
-
 def checked_max_tokens(
     wanted: int | None, prompt: int, max_context: int, default: int, *, name: str = "max_tokens"
 ) -> int:
