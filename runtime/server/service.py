@@ -142,6 +142,7 @@ class Service:
             prompts,
             params,
             self.settings.request_timeout,
+            form_field=form_field,
         )
         await generation.start()
         return generation

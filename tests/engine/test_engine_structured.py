@@ -165,6 +165,11 @@ def test_a_grammar_without_a_next_token_ends_in_an_error(
     assert first.finish_reason is FinishReason.ERROR
     assert first.text == "a"
     assert engine.stats.failed_requests == 1
+    engine.submit("abc", asked[0])
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    assert events[-1].error == "structured: got a grammar that no token can follow from here"
     (expected,) = engine.generate(["abc"], SamplingParams(max_tokens=4))
     assert second.token_ids == expected.token_ids
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from ostinato.engine import Engine, SamplingParams
+from ostinato.engine.structured import grammar
 from ostinato.server.chat.render import ChatTemplate
 from serving import CHATML, MODEL, TOKENIZER, Client, make_engine, make_service, serving
 
@@ -151,6 +152,19 @@ def test_what_is_no_grammar_is_refused_by_field(
     error = full.refused({"prompt": "a", **fields})
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: {kind}: got a text that is no grammar")
+    full.complete("a", max_tokens=2)
+
+
+def test_a_grammar_that_takes_too_long_is_refused_by_field(
+    full: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xgrammar")
+    monkeypatch.setattr(grammar, "_SECONDS", -1.0)
+    body = {"prompt": "a", "structured_outputs": {"regex": "[0-9]{3}"}}
+    message = "structured_outputs: got a grammar that takes too long to follow"
+    error = full.refused(body)
+    assert (error["message"], error["param"]) == (message, "structured_outputs")
+    assert full.events(PATH, body)[-1]["error"]["message"] == message
     full.complete("a", max_tokens=2)
 
 

@@ -73,6 +73,15 @@ class Matcher:
         self._seconds_left -= time.thread_time() - started - _SECONDS_PER_TOKEN
         return allowed and not (self._timed and self.overdue)
 
+    def fault(self) -> str | None:
+        """Return why the text cannot go on, as the end of a message; None where it can."""
+        if self.overdue:
+            return "got a grammar that takes too long to follow"
+        words = -(-self.compiled.tokenizer_info.vocab_size // 32)
+        mask = torch.zeros(1, words, dtype=torch.int32)
+        self.fill(mask, 0)
+        return None if mask.any() else "got a grammar that no token can follow from here"
+
     def undo(self) -> None:
         """Go back to before the last token."""
         self._matcher.rollback(1)
