@@ -19,6 +19,7 @@ _MOST_CHARACTERS = 96  # of a name on the Hub
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 100 << 20
+_SECONDS = 10.0  # for the Hub's first answer
 _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 
 # Everything that a folder is read for, or that a quantised copy takes along, but the weights.
@@ -50,9 +51,9 @@ def is_hub_id(text: str) -> bool:
 def hub_folder(model: str, files: Sequence[str], *, weights: bool) -> Path:
     """Return the folder of a model of the Hub in the cache of huggingface_hub.
 
-    Where the cache holds what is asked for, there is no access to the network. Otherwise the
-    newest revision is downloaded: configuration, tokenizer, chat templates and licence, and the
-    safetensors files if they are asked for.
+    Where the cache holds what is asked for, there is no access to the network. Otherwise the Hub
+    must answer within ten seconds, and the newest revision is downloaded: configuration, tokenizer,
+    chat templates and licence, and the safetensors files if they are asked for.
 
     Args:
         model: "owner/name"; see `is_hub_id`.
@@ -74,6 +75,8 @@ def hub_folder(model: str, files: Sequence[str], *, weights: bool) -> Path:
     if folder is not None and not _missing(folder, files, weights):
         return folder
     try:
+        # The library's own first request waits for ever on a network that swallows it.
+        huggingface_hub.model_info(model, timeout=_SECONDS)
         folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=[*_SMALL_FILES]))
         if weights:
             # Of the same revision, though the repository may have a new one by now.
@@ -87,7 +90,7 @@ def hub_folder(model: str, files: Sequence[str], *, weights: bool) -> Path:
         reason = next(iter(str(error).strip().splitlines()), "")
         raise HubError(
             f"not in the cache and not to be downloaded ({type(error).__name__}: {reason}): check "
-            "the name and the network; gated models need `hf auth login`; "
+            "the path, or the name and the network; gated models need `hf auth login`; "
             f"HF_HUB_OFFLINE=1 allows no download{download_hint(model)}"
         ) from error
     missing = _missing(folder, files, weights)

@@ -42,7 +42,10 @@ def find_folder(path: str | os.PathLike[str], *files: str, weights: bool = False
         try:
             return hub_folder(text, files, weights=weights)
         except HubError as error:
-            raise PathError(f"got {text!r}, which does not exist here: {error}") from error
+            raise PathError(
+                f"got {text!r}, neither a path that exists here nor a model of the Hugging Face "
+                f"Hub that can be used: {error}"
+            ) from error
     fault = path_fault(path, *files)
     if fault is not None:
         raise PathError(fault)

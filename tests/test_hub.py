@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import filter_repo_objects
 from hypothesis import example, given
@@ -29,7 +30,9 @@ HARMFUL = ("pytorch_model.bin", "modeling_tiny.py", "tokenizer.py", "model/model
 
 
 class Hub:
-    """A repository and a cache; `download` does what snapshot_download does, without network."""
+    """A repository and a cache; `ask` and `download` do what model_info and
+    snapshot_download do, without network.
+    """
 
     def __init__(self, root: Path) -> None:
         self.cache, self.files = root / "cache", dict[str, bytes]()
@@ -54,13 +57,17 @@ class Hub:
         (self.repository / "refs" / "main").write_text(self.commit)
         return folder
 
+    def ask(self, repo_id: str, *, timeout: float) -> None:
+        assert repo_id == NAME
+        assert 0 < timeout < 60
+        if not self.reachable:
+            raise ConnectionError("no network\nsecond line")
+
     def download(
         self, repo_id: str, *, allow_patterns: list[str], revision: str | None = None
     ) -> str:
         assert repo_id == NAME
         self.calls.append(revision)
-        if not self.reachable:
-            raise LocalEntryNotFoundError("no network\nsecond line")
         names = set(filter_repo_objects(self.files, allow_patterns=allow_patterns))
         self.got |= names
         return str(self.store(names))
@@ -70,6 +77,7 @@ class Hub:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     made = Hub(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(made.cache))
+    monkeypatch.setattr(huggingface_hub, "model_info", made.ask)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", made.download)
     made.files = {
         file.name: file.read_bytes() for file in TINY_LLAMA.iterdir() if file.is_file()
@@ -152,9 +160,28 @@ def test_an_unreachable_name_says_what_to_do(hub: Hub) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_model(NAME)
     words = str(caught.value)
-    assert words.startswith(f"path: got '{NAME}', which does not exist here: not in the cache")
-    assert "(LocalEntryNotFoundError: no network): check the name and the network" in words
+    assert words.startswith(
+        f"path: got '{NAME}', neither a path that exists here nor a model of the Hugging Face Hub "
+        "that can be used: not in the cache and not to be downloaded (ConnectionError: no network)"
+    )
+    assert "check the path, or the name and the network" in words
     assert f"`hf download {NAME} --local-dir tiny`" in words
+
+
+def test_a_network_without_answers_is_not_waited_for() -> None:
+    """The library itself would wait for ever."""
+    asks = (
+        "from ostinato import hub; hub._SECONDS = 0.5; hub.hub_folder('a/b', ['x'], weights=False)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": where, "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run(
+            [sys.executable, "-c", asks], env=environment, capture_output=True, timeout=60
+        )
+    last = done.stderr.decode().strip().splitlines()[-1]
+    assert last.startswith("ostinato.hub.HubError: not in the cache and not to be downloaded (")
+    assert "imeout" in last
 
 
 def test_the_librarys_own_offline_mode_is_reported(

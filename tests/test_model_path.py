@@ -131,7 +131,7 @@ def test_files_and_what_is_below_them_are_no_folders(tmp_path: Path) -> None:
 
 
 def test_the_functions_of_python_say_it_too(tmp_path: Path) -> None:
-    words = "got 'org/name', which does not exist here: not in the cache .*`hf download org/name"
+    words = "got 'org/name', neither a path that exists here nor a model .*`hf download org/name"
     for load in (load_config, load_model, load_tokenizer):
         with pytest.raises(CheckpointError, match=f"path: {words}"):
             load("org/name")

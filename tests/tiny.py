@@ -1,4 +1,4 @@
-"""Small random models and a byte-level tokenizer for tests that need no checkpoint."""
+"""Small random models and tokenizers of bytes for tests that need no checkpoint."""
 
 from __future__ import annotations
 
@@ -112,4 +112,20 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Return a tokenizer as Llama 2's: words with a mark for the space before, and bytes."""
+    pieces = ["<unk>", "\u2581the", "\u2581cat", "s", *(f"<0x{i:02X}>" for i in range(256))]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return tokenizer

@@ -105,11 +105,13 @@ class Request:
 
     def fail(self) -> TokenEvent:
         """End the request, whose next token nobody knows, and return its last event."""
-        return self._end(FinishReason.ERROR)
+        fault = None if self.matcher is None else self.matcher.fault()
+        error = "the model's logits are NaN" if fault is None else f"structured: {fault}"
+        return self._end(FinishReason.ERROR, error)
 
-    def _end(self, reason: FinishReason) -> TokenEvent:
+    def _end(self, reason: FinishReason, error: str | None = None) -> TokenEvent:
         self.finish_reason = reason
-        return TokenEvent(self.id, None, self.detokenizer.finish(), reason)
+        return TokenEvent(self.id, None, self.detokenizer.finish(), reason, error=error)
 
     def completion(self) -> Completion:
         """Return the result of a finished request."""

@@ -214,7 +214,8 @@ class TokenEvent:
     `text` is what the token adds to the text shown so far: "" while a character is incomplete or
     might begin a stop string. `finish_reason` is set on a request's last event, which has no token
     (`token_id` None) if the request was cancelled or failed. `logprobs` is there where it was asked
-    for.
+    for. `error` says of a failed request why; it begins with "structured:" where that is the fault
+    of its grammar.
     """
 
     request_id: int
@@ -222,6 +223,7 @@ class TokenEvent:
     text: str
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class Generation:
         prompts: token ids of each choice.
         params: of each choice.
         timeout: seconds from now until it is ended with an error.
+        form_field: the request's field that holds the form of its texts.
     """
 
     def __init__(
@@ -86,11 +87,14 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
         timeout: float,
+        *,
+        form_field: str = "structured_outputs",
     ) -> None:
         loop = self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._admission = admission
         self._metrics = metrics
+        self._form_field = form_field
         self._job = Job(prompts, params, loop, self._take)
         self._arrived = loop.time()
         self._last = self._arrived
@@ -143,7 +147,7 @@ class Generation:
                 continue
             self._unfinished -= 1
             if message.event.finish_reason is FinishReason.ERROR:
-                raise self._error(Ended(EngineError("the model's logits are NaN")))
+                raise self._failed(message.event.error or "")
         self._observe()
         return events
 
@@ -191,6 +195,13 @@ class Generation:
         taken = self._pending[:most]
         del self._pending[: len(taken)]
         return taken
+
+    def _failed(self, error: str) -> ApiError:
+        """Return the answer to a text that the engine could not go on with."""
+        if error.startswith("structured:"):
+            field = self._form_field
+            return ApiError(400, f"{field}:{error.partition(':')[2]}", param=field)
+        return self._error(Ended(EngineError(error)))
 
     def _error(self, ended: Ended) -> ApiError:
         if isinstance(ended.error, EngineLostError):

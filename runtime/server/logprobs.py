@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from ..engine import TokenLogprobs
 
 _LEAST = -9999.0  # instead of minus infinity, which JSON does not have
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers whose unknown characters are bytes
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return which byte a letter of a byte-level tokenizer's vocabulary stands for.
+
+    Bytes that are printable in Latin-1 stand for themselves, and the letters behind U+00FF for the
+    others (`bytes_to_unicode` of GPT-2).
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = iter(byte for byte in range(256) if chr(byte) not in letters)
+    return {letter: ord(letter) if ord(letter) < 256 else next(others) for letter in letters}
+
+
+_BYTES = _byte_letters()
 
 
 class TokenTexts:
-    """Texts of single tokens, special ones included.
+    """Texts and bytes of single tokens within a text, special ones included.
 
     Args:
         tokenizer: of the model.
@@ -25,10 +42,33 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def __getitem__(self, token: int) -> str:
+        """Return a token's text; half a character is U+FFFD."""
         if token not in self._texts:
-            text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-            self._texts[token] = text
+            self._texts[token] = self._text(token)
         return self._texts[token]
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return what a token adds to the UTF-8 of a text; None where that is not known."""
+        text, piece = self[token], self._tokenizer.id_to_token(token)
+        if piece is None:
+            return None
+        if _INCOMPLETE not in text or _INCOMPLETE in piece:
+            return text.encode()
+        if found := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(found[1], 16)])
+        if all(letter in _BYTES for letter in piece):
+            return bytes(_BYTES[letter] for letter in piece)
+        return None
+
+    def _text(self, token: int) -> str:
+        alone, twice = self._decode([token]), self._decode([token, token])
+        # A decoder may drop the space before a text's first word, or, as that of WordPiece, have
+        # marks in it: the second one is as a text goes on.
+        return twice.removeprefix(alone) if twice.startswith(alone) else alone
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
 
 
 class CompletionLogprobs:
@@ -71,20 +111,25 @@ class CompletionLogprobs:
 
 def chat_logprobs(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
     """Return `logprobs` of a chat's choice for tokens of its text."""
+
+    def described(token: int, logprob: float) -> dict[str, Any]:
+        own = texts.bytes_of(token)
+        return {
+            "token": texts[token],
+            "logprob": _finite(logprob),
+            "bytes": None if own is None else list(own),
+        }
+
     return {
         "content": [
             {
-                **_token(texts[token], logprobs.logprob),
-                "top_logprobs": [_token(texts[other], value) for other, value in logprobs.top],
+                **described(token, logprobs.logprob),
+                "top_logprobs": [described(other, value) for other, value in logprobs.top],
             }
             for token, logprobs in tokens
         ],
         "refusal": None,
     }
-
-
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
 def _finite(value: float) -> float:

@@ -14,7 +14,7 @@ from ..engine import SamplingParams, StructuredOutput
 from .chat.parsers import Parsers
 from .chat.render import ChatTemplate
 from .engine_thread import EngineThread
-from .errors import ApiError, bad_value
+from .errors import ApiError
 from .generation import Admission, Generation
 from .logprobs import TokenTexts
 from .metrics import Metrics
@@ -112,9 +112,18 @@ class Service:
             self.template.close()
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        form_field: str = "structured_outputs",
     ) -> Generation:
         """Start to generate a text for each prompt.
+
+        Args:
+            prompts: token ids.
+            params: of each prompt.
+            form_field: the request's field that holds the form of the texts.
 
         Raises:
             ApiError: when the request is refused.
@@ -123,7 +132,7 @@ class Service:
             try:  # not by the engine's thread, which other requests wait for
                 await asyncio.to_thread(self.compile_grammar, params[0].structured)
             except ValueError as error:
-                raise bad_value(error) from error
+                raise ApiError(400, f"{form_field}: {error}", param=form_field) from error
             except RuntimeError as error:  # without xgrammar
                 raise ApiError(501, str(error), code="not_installed") from error
         generation = Generation(
@@ -133,6 +142,7 @@ class Service:
             prompts,
             params,
             self.settings.request_timeout,
+            form_field=form_field,
         )
         await generation.start()
         return generation

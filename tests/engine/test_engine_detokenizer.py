@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from ostinato.engine.detokenizer import Detokenizer
-from tiny import byte_tokenizer
+from tiny import byte_fallback_tokenizer, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -79,22 +79,6 @@ def test_a_stop_string_that_only_the_end_completes_counts() -> None:
     assert [stream.push(token) for token in [*encode("a"), *encode("é")[:1]]] == ["a", ""]
     assert stream.finish() == ""
     assert stream.stopped
-
-
-def byte_fallback_tokenizer() -> Tokenizer:
-    """Return a tokenizer as Llama 2's: words with a mark for the space before, and bytes."""
-    pieces = ["<unk>", "\u2581the", "\u2581cat", "s", *(f"<0x{i:02X}>" for i in range(256))]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return tokenizer
 
 
 FALLBACK = byte_fallback_tokenizer()

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ostinato.engine import Engine, FinishReason, SamplingParams, StructuredOutput
 from ostinato.engine.detokenizer import Detokenizer
@@ -143,23 +145,40 @@ def test_neighbours_and_preemption_change_no_text(
         assert completion.logprobs == expected.logprobs
 
 
-def test_a_grammar_without_a_next_token_ends_in_an_error(compiler: GrammarCompiler) -> None:
-    """Here since no token of the tokenizer begins it."""
-    engine = make_engine(compiler)
+@pytest.fixture(scope="module")
+def lacking() -> Iterator[GrammarCompiler]:
+    """Return a compiler whose tokenizer has no token for the letter z."""
     other = byte_tokenizer()
-    other.add_special_tokens([letter := TOKENIZER.id_to_token(TOKENIZER.encode("z").ids[0])])
-    lacking = GrammarCompiler(other, 257, [256])
+    other.add_special_tokens([TOKENIZER.id_to_token(TOKENIZER.encode("z").ids[0])])
+    made = GrammarCompiler(other, 257, [256])
+    yield made
+    made.close()
+
+
+def test_a_grammar_without_a_next_token_ends_in_an_error(
+    compiler: GrammarCompiler, lacking: GrammarCompiler
+) -> None:
+    engine = make_engine(compiler)
     engine.grammars = lacking
-    try:
-        asked = [params(StructuredOutput(regex=letter)), SamplingParams(max_tokens=4)]
-        first, second = engine.generate(["abc", "abc"], asked)
-    finally:
-        lacking.close()
+    asked = [params(StructuredOutput(regex="az")), SamplingParams(max_tokens=4)]
+    first, second = engine.generate(["abc", "abc"], asked)
     assert first.finish_reason is FinishReason.ERROR
-    assert first.token_ids == ()
+    assert first.text == "a"
     assert engine.stats.failed_requests == 1
+    engine.submit("abc", asked[0])
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    assert events[-1].error == "structured: got a grammar that no token can follow from here"
     (expected,) = engine.generate(["abc"], SamplingParams(max_tokens=4))
     assert second.token_ids == expected.token_ids
+
+
+def test_a_grammar_that_no_token_begins_is_refused(lacking: GrammarCompiler) -> None:
+    for form in (StructuredOutput(regex="z+"), StructuredOutput(grammar='root ::= "z"')):
+        with pytest.raises(ValueError, match=f"{form.kind}: got a text that no token begins"):
+            lacking.compile(form)
+    assert Matcher(lacking.compile(StructuredOutput(regex="z?"))).accept(256)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +186,7 @@ def test_a_grammar_without_a_next_token_ends_in_an_error(compiler: GrammarCompil
     [
         (StructuredOutput(regex="(a|b"), "regex: got a text that is no grammar: Regex parsing"),
         (StructuredOutput(grammar="root ::= other"), "grammar: got a text that is no grammar"),
-        (StructuredOutput(json_schema={"$ref": "#"}), "json_schema: got a text that is no gramm"),
+        (StructuredOutput(json_schema={"type": 5}), "json_schema: got a text that is no grammar"),
         (StructuredOutput(regex="(" * 4000 + "a" + ")" * 4000), "regex: got a text"),
     ],
     ids=["regex", "grammar", "schema", "deep"],
@@ -295,3 +314,105 @@ def test_a_process_that_does_not_start_is_named(
     with pytest.raises(ValueError, match="cannot be compiled: no process starts for it"):
         compiler.compile(StructuredOutput(regex="[0-9]"))
     compiler.close()
+
+
+PANICS = """
+import runpy, xgrammar
+
+class PanicException(BaseException):
+    pass
+
+def compile_regex(self, text):
+    raise PanicException("index out of bounds")
+
+xgrammar.GrammarCompiler.compile_regex = compile_regex
+runpy.run_path({worker!r}, run_name="__main__")
+"""
+
+
+def test_a_panic_of_the_library_is_told_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one written in Rust it is no Exception."""
+    program = tmp_path / "worker.py"
+    program.write_text(PANICS.format(worker=str(grammar_module._WORKER)))
+    monkeypatch.setattr(grammar_module, "_WORKER", program)
+    compiler = GrammarCompiler(TOKENIZER, 257, [256])
+    try:
+        compiler.compile(StructuredOutput(choice=["a"]))
+        worker = compiler._worker
+        with pytest.raises(ValueError, match="regex: got a text that is no grammar: index out of"):
+            compiler.compile(StructuredOutput(regex="[0-9]"))
+        compiler.compile(StructuredOutput(choice=["b"]))
+        assert compiler._worker is worker
+    finally:
+        compiler.close()
+
+
+# What the syntaxes are made of, so that some texts are right and most are nearly so.
+REGEX_PARTS = ["(?:", "(?=", "(?P<", "[^", "{2,", "\\d", "\\u", "\\x{110000}", "\\uD800", "\\p{"]
+EBNF_PARTS = ["root", " ::= ", "\n", '"a"', "[a-z]", "{2}", "(=", "TagDispatch(", "\\U00110000"]
+WORDS = ["#", "#/$defs/a", "(", "\\d{3}", "date", "string", "object", "array", "integer", ""]
+KEYS = [
+    "type",
+    "properties",
+    "items",
+    "enum",
+    "const",
+    "anyOf",
+    "allOf",
+    "$ref",
+    "$defs",
+    "pattern",
+]
+KEYS += [
+    "required",
+    "minimum",
+    "maximum",
+    "minLength",
+    "maxItems",
+    "format",
+    "additionalProperties",
+]
+LEAVES = st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
+SCHEMAS = st.recursive(
+    LEAVES | st.integers() | st.sampled_from(WORDS),
+    lambda some: st.lists(some, max_size=3) | st.dictionaries(st.sampled_from(KEYS), some),
+    max_leaves=8,
+)
+
+
+def _texts(parts: list[str], letters: str) -> st.SearchStrategy[str]:
+    some = st.sampled_from([*parts, *letters])
+    return st.lists(some, min_size=1, max_size=10).map("".join)
+
+
+@given(
+    st.builds(StructuredOutput, regex=_texts(REGEX_PARTS, "ab^$.|*+?(){}[]-,\\<>:\0é😀"))
+    | st.builds(
+        StructuredOutput,
+        grammar=_texts(EBNF_PARTS, 'ab|*+?()[]",\\#\0é').map(lambda text: f"root ::= {text}"),
+    )
+    | st.builds(
+        StructuredOutput, json_schema=st.dictionaries(st.sampled_from(KEYS), SCHEMAS, max_size=4)
+    )
+)
+def test_any_form_is_compiled_or_refused_by_name(
+    compiler: GrammarCompiler, form: StructuredOutput
+) -> None:
+    matcher, error = _matcher(compiler, form)
+    if matcher is None:
+        assert error.startswith(f"{form.kind}: got a text ")
+        return
+    masks = torch.zeros(1, 9, dtype=torch.int32)
+    matcher.fill(masks, 0)
+    allowed = [i for i in range(257) if int(masks[0, i // 32]) >> i % 32 & 1]
+    assert allowed
+    assert matcher.accept(allowed[0]) or matcher.overdue
+
+
+def _matcher(compiler: GrammarCompiler, form: StructuredOutput) -> tuple[Matcher | None, str]:
+    try:
+        return Matcher(compiler.compile(form)), ""
+    except ValueError as error:
+        return None, str(error)

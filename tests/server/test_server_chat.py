@@ -218,5 +218,11 @@ def test_wrong_chats_are_refused_by_name(
     assert (error["param"] or "").startswith(param or "")
 
 
+def test_tool_choices_that_are_not_served_are_quoted(chat: Client) -> None:
+    body = {"messages": [USER], "tools": [TOOL], "tool_choice": "required"}
+    message = chat.refused(body, PATH)["message"]
+    assert message == "tool_choice: got 'required', expected 'none' or 'auto'"
+
+
 def test_chat_without_a_template_is_refused(client: Client) -> None:
     assert "no chat template" in client.refused({"messages": [USER]}, PATH)["message"]

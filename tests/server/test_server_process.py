@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import shlex
 import signal
 import socket
 import sys
 
 import pytest
+from page_blocks import code_blocks
 
 from ostinato.cli.main import main
 from ostinato.server import Service
@@ -51,6 +53,15 @@ def test_sigkill_then_a_clean_start_then_sigterm_under_load() -> None:
     assert [e["completion_tokens"] for e in requests] == [60] * 3
     assert not any("Classes" in line for line in log)
     assert "captured on cpu" in "".join(log)
+
+
+def test_the_load_of_the_page_fits_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [text for text in code_blocks("docs/server.md", "sh") if "bench serve" in text]
+    port = free_port()
+    command = block.replace("localhost:8000", f"127.0.0.1:{port}").replace("\\\n", " ")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with serve_process(port, "--served-model-name", "tiny"):
+        assert main([*shlex.split(command)[1:], "--requests", "3"]) == 0
 
 
 def test_server_listens_on_the_loopback_address_by_default(

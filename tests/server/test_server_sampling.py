@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from ostinato.engine import Engine, SamplingParams
+from ostinato.engine.structured import grammar
 from ostinato.server.chat.render import ChatTemplate
 from serving import CHATML, MODEL, TOKENIZER, Client, make_engine, make_service, serving
 
@@ -17,11 +18,18 @@ PATH = "/v1/completions"
 FIELDS: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
+def _schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 @pytest.fixture(scope="module")
 def full() -> Iterator[Client]:
     """Serve a model whose engine processes logits."""
+    engine = make_engine(logits_processing=True)
+    assert engine.grammars is not None
     service = make_service(
-        lambda: make_engine(logits_processing=True),
+        lambda: engine,
+        compile_grammar=engine.grammars.compile,
         template=ChatTemplate({"default": CHATML}, {}, 10.0),
     )
     with serving(service) as client:
@@ -105,7 +113,6 @@ def test_openai_client_reads_logprobs_of_chats(full: Client) -> None:
     assert len(content) == answer.usage.completion_tokens
     assert all(len(each.top_logprobs) == 3 for each in content)
     assert content[0].top_logprobs[0].logprob == content[0].logprob <= 0
-    assert bytes(content[0].bytes).decode() == content[0].token
     told = [c for chunk in chunks if (own := chunk.choices[0].logprobs) for c in own.content]
     assert told == content
 
@@ -123,16 +130,64 @@ def test_openai_client_reads_logprobs_of_chats(full: Client) -> None:
         ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"structured_outputs": {"regex": "("}}, ""),
     ],
 )
 def test_wrong_values_are_named(full: Client, fields: dict[str, Any], param: str) -> None:
     assert (full.refused({"prompt": "a", **fields})["param"] or "").startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "kind"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
+        ({"structured_outputs": {"grammar": "root ::="}}, "structured_outputs", "grammar"),
+        ({"structured_outputs": {"json": {"type": 5}}}, "structured_outputs", "json_schema"),
+        ({"response_format": _schema_format({"type": 5})}, "response_format", "json_schema"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_field(
+    full: Client, fields: dict[str, Any], param: str, kind: str
+) -> None:
+    pytest.importorskip("xgrammar")
+    error = full.refused({"prompt": "a", **fields})
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: {kind}: got a text that is no grammar")
+    full.complete("a", max_tokens=2)
+
+
+def test_a_grammar_that_takes_too_long_is_refused_by_field(
+    full: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xgrammar")
+    monkeypatch.setattr(grammar, "_SECONDS", -1.0)
+    body = {"prompt": "a", "structured_outputs": {"regex": "[0-9]{3}"}}
+    message = "structured_outputs: got a grammar that takes too long to follow"
+    error = full.refused(body)
+    assert (error["message"], error["param"]) == (message, "structured_outputs")
+    assert full.events(PATH, body)[-1]["error"]["message"] == message
+    full.complete("a", max_tokens=2)
+
+
 def test_top_logprobs_need_logprobs(full: Client) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}
     assert full.refused(body, "/v1/chat/completions")["param"] == "top_logprobs"
+
+
+def test_bytes_of_a_chat_join_to_its_text(full: Client) -> None:
+    pytest.importorskip("xgrammar")
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "structured_outputs": {"choice": ["é漢😀"]},
+        "logprobs": True,
+        "temperature": 0,
+    }
+    status, document = full.post("/v1/chat/completions", body)
+    assert status == 200
+    (choice,) = document["choices"]
+    assert choice["message"]["content"] == "é漢😀"
+    *content, end = choice["logprobs"]["content"]
+    assert end["token"] == "<|endoftext|>"
+    assert [each["bytes"] for each in content] == [[byte] for byte in "é漢😀".encode()]
 
 
 def test_texts_have_the_form_that_is_asked_for(full: Client) -> None:
@@ -147,5 +202,4 @@ def test_texts_have_the_form_that_is_asked_for(full: Client) -> None:
     assert number.isdigit()
     assert len(number) == 3
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    assert set(json.loads(text(response_format=form))) == {"a"}
+    assert set(json.loads(text(response_format=_schema_format(schema)))) == {"a"}

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
@@ -73,6 +73,15 @@ class Matcher:
         self._seconds_left -= time.thread_time() - started - _SECONDS_PER_TOKEN
         return allowed and not (self._timed and self.overdue)
 
+    def fault(self) -> str | None:
+        """Return why the text cannot go on, as the end of a message; None where it can."""
+        if self.overdue:
+            return "got a grammar that takes too long to follow"
+        words = -(-self.compiled.tokenizer_info.vocab_size // 32)
+        mask = torch.zeros(1, words, dtype=torch.int32)
+        self.fill(mask, 0)
+        return None if mask.any() else "got a grammar that no token can follow from here"
+
     def undo(self) -> None:
         """Go back to before the last token."""
         self._matcher.rollback(1)
@@ -114,8 +123,8 @@ class GrammarCompiler:
         """Return the grammar of a form.
 
         Raises:
-            ValueError: for a form that is no grammar, takes too long or too much memory, or a model
-                without an end-of-sequence id.
+            ValueError: for a form that is no grammar, that no token begins, or that takes too long
+                or too much memory, or a model without an end-of-sequence id.
             RuntimeError: without xgrammar, naming the extra.
         """
         found = self._find(structured)
@@ -179,6 +188,8 @@ class GrammarCompiler:
             # Behind the time and the place in xgrammar's sources.
             told = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", answer["error"]).strip()
             raise ValueError(f"{kind}: got a text that is no grammar: {told[:500]}")
+        if answer["empty"]:
+            raise ValueError(f"{kind}: got a text that no token begins, expected one that some do")
         return CompiledGrammar.deserialize_json(answer["grammar"], info)
 
     def _kept_bytes(self) -> int:
@@ -230,7 +241,7 @@ class _Worker:
                 raise _WorkerError("cannot be compiled: no process starts for it") from error
             raise
 
-    def ask(self, question: list[object], seconds: float) -> dict[str, str]:
+    def ask(self, question: list[object], seconds: float) -> dict[str, Any]:
         """Return the answer to a line."""
         line = json.dumps(question).encode()
         try:
@@ -244,7 +255,7 @@ class _Worker:
                 Silence.LONG: f"is larger than {_MOST_ANSWER} bytes",
             }
             raise _WorkerError(predicates[error.reason]) from error
-        answer: dict[str, str] = json.loads(answered)
+        answer: dict[str, Any] = json.loads(answered)
         return answer
 
     def end(self) -> None:

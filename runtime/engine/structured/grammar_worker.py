@@ -2,7 +2,8 @@
 
 Run as a file. Each line of standard input is a JSON list: first a tokenizer's description and the
 bytes that it may allocate for grammars, then a kind of grammar and its text. To each line belongs a
-line of standard output: `{"grammar": …}` or `{"error": …}`.
+line of standard output: `{"grammar": …}` or `{"error": …}`; a grammar that no token begins has
+`"empty": true`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ def main() -> None:
     """Answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints is an answer
-    from xgrammar import Grammar, GrammarCompiler, TokenizerInfo
+    from xgrammar import (
+        Grammar,
+        GrammarCompiler,
+        GrammarMatcher,
+        TokenizerInfo,
+        allocate_token_bitmask,
+    )
 
     description, most_bytes = json.loads(sys.stdin.readline())
     # Libraries take some already, the more the more cores there are.
@@ -46,8 +53,10 @@ def main() -> None:
                 compiled = compiler.compile_regex(text)
             else:
                 compiled = compiler.compile_grammar(Grammar.from_ebnf(text))
-            answer = {"grammar": compiled.serialize_json()}
-        except (RuntimeError, ValueError, MemoryError) as error:
+            first = allocate_token_bitmask(1, info.vocab_size)
+            GrammarMatcher(compiled).fill_next_token_bitmask(first)
+            answer = {"grammar": compiled.serialize_json(), "empty": not first.any()}
+        except BaseException as error:  # also the panics of libraries in Rust
             answer = {"error": str(error) or type(error).__name__}
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -20,7 +20,7 @@ from ..logprobs import TokenTexts, chat_logprobs
 from .chat_fields import ChatPrompt, rendered
 from .dependencies import Served
 from .events import EventStream, answer
-from .fields import SamplingFields, sampling_params, unsupported
+from .fields import SamplingFields, sampling_params
 from .usage import finish_reason, usage
 
 ROUTER = APIRouter()
@@ -64,7 +64,7 @@ async def chat(body: ChatRequest, request: Request, service: Served) -> Response
         MessageReader(service.parsers, names, thinking=text.rstrip().endswith("<think>"))
         for _ in range(choices)
     ]
-    generation = await service.generate([prompt] * choices, params)
+    generation = await service.generate([prompt] * choices, params, form_field=body.form_field)
     document = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -85,7 +85,12 @@ def _check_supported(body: ChatRequest) -> None:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: expected logprobs to be true", param="top_logprobs")
     if body.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice")
+        raise ApiError(
+            400,
+            f"tool_choice: got {str(body.tool_choice)[:100]!r}, expected 'none' or 'auto'",
+            param="tool_choice",
+            code="unsupported_field",
+        )
 
 
 async def _whole(

@@ -81,7 +81,7 @@ async def completions(body: CompletionRequest, request: Request, service: Served
         )
         for at, prompt in enumerate(repeated)
     ]
-    generation = await service.generate(repeated, params)
+    generation = await service.generate(repeated, params, form_field=body.form_field)
     document = {
         "id": f"cmpl-{secrets.token_hex(12)}",
         "object": "text_completion",

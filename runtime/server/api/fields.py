@@ -142,6 +142,11 @@ class SamplingFields(Fields):
             )
         return found[0] if found else None
 
+    @property
+    def form_field(self) -> str:
+        """The name of the field that holds the form."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
     def checked_max_tokens(self, prompt: int, max_context: int, default: int) -> int:
         """Return `max_completion_tokens`, or else `max_tokens`, as `checked_max_tokens` does."""
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
@@ -226,13 +231,6 @@ def sampling_params(
         ]
     except (TypeError, ValueError) as error:
         raise bad_value(error) from error
-
-
-def unsupported(name: str) -> ApiError:
-    """Return the answer to a field that this server knows and does not serve."""
-    return ApiError(
-        400, f"{name}: got a field that is not supported yet", param=name, code="unsupported_field"
-    )
 
 
 def checked_max_tokens(

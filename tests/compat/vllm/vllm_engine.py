@@ -22,6 +22,7 @@ import torch
 from vllm import LLM, SamplingParams, __version__
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm_weights import fill_randomly
 
 SEEDED = "seeded"  # the load format of random weights that do not depend on the plug-in
 
@@ -34,18 +35,11 @@ class SeededLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         """Do nothing: there is no file."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Fill all parameters: weights have a standard deviation of 0.02, scales are constant."""
+        """Fill all parameters."""
         for name, parameter in model.named_parameters():
             x = parameter.data
-            generator = torch.Generator(x.device).manual_seed(zlib.crc32(name.encode()))
-            if x.dtype == torch.int8:
-                x.random_(-127, 128, generator=generator)
-            elif name.endswith("weight_scale"):
-                x.fill_(0.02 / 73.3)  # 73.3 is the deviation of such codes
-            elif "norm" in name:
-                x.fill_(1)
-            else:
-                x.normal_(0, 0.02, generator=generator)
+            seed = zlib.crc32(name.encode())
+            fill_randomly(name, x, torch.Generator(x.device).manual_seed(seed))
 
 
 class Served:

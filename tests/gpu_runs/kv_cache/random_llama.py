@@ -7,6 +7,7 @@ vLLM reads the config.json that is written here and makes dummy weights (`load_f
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,23 +97,13 @@ def set_scales(model: Any) -> list[str]:
 
 
 def refill(model: Any) -> list[str]:
-    """Overwrite vLLM's dummy weights, which are near zero, by random ones."""
-    import torch
+    """Overwrite vLLM's dummy weights by random ones, and return how many there are of each kind."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "compat" / "vllm"))
+    from vllm_weights import fill_model
 
-    generator = torch.Generator(device="cuda").manual_seed(1)
     seen: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        data = parameter.data
+    for name, data in fill_model(model):
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
         key = f"{kind} {tuple(data.shape)} {data.dtype}"
         seen[key] = seen.get(key, 0) + 1
-        if name.endswith("weight_scale"):
-            data.fill_(0.02 / 73.3)
-        elif "norm" in name:
-            data.fill_(1.0)
-        elif data.dtype == torch.int8:
-            data.random_(-127, 128, generator=generator)
-        elif data.is_floating_point() and data.dim() >= 2:
-            data.normal_(0, 0.02, generator=generator)
-    torch.cuda.synchronize()
     return [f"{count}x {key}" for key, count in seen.items()]

@@ -48,7 +48,7 @@ PARTS=${*:-build tests replays faults all_reduce custom engine vllm}
 CPU=${TP_CPU:-0}
 RANKS=${RANKS:-$($PY "$HERE/run.py" count)}
 OURS=${HF:+$HF:}${PYTHONPATH:-}
-THEIRS=$V/vllm_0.33.0:$V/deps:$V/stubs:$HERE:${PYTHONPATH:-}
+THEIRS=$V/vllm_0.33.0:$V/deps:$V/stubs:$HERE/../../compat/vllm:${PYTHONPATH:-}
 DEV=
 [ "$CPU" = 1 ] && DEV="--device cpu"
 began=$SECONDS
