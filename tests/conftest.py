@@ -35,6 +35,12 @@ def _is_sampled(item: pytest.Item) -> bool:
     return _is_property(item) or not sampled_names(item.path).isdisjoint(names)
 
 
+def _is_short(item: pytest.Item) -> bool:
+    """Return False for what takes minutes, and begins first: none of two processes ends with it."""
+    marker = item.get_closest_marker("timeout")
+    return marker is None or marker.args[0] < 900
+
+
 @pytest.hookimpl(trylast=True)  # behind hypothesis, which marks its tests here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def is_run(item: pytest.Item) -> bool:
@@ -48,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         (kept if is_run(item) else left).append(item)
     config.hook.pytest_deselected(items=left)
-    items[:] = kept
+    items[:] = sorted(kept, key=_is_short)
 
 
 def pytest_collection_finish() -> None:

@@ -82,8 +82,7 @@ def test_local_memory_exceeds_the_budget() -> None:
 def test_kernels_are_within_their_budgets() -> None:
     """One of each family that leaves few registers free; a serialised wgmma is an excess, too.
 
-    Those that stream weights are compiled in two seconds each: all of them under `make test-long`,
-    where the slow ones are, too. `make test` compiles three.
+    `make test-long` compiles these, `make test` three that take two seconds each.
     """
     fast: list[Variant] = [
         AttentionDecode(head_dim=128, dtype="bf16", columns=8, split_tokens=1024, cluster=4),
@@ -108,12 +107,10 @@ def test_kernels_are_within_their_budgets() -> None:
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         Quantize(kind="rms_norm", in_dtype="fp32", out_dtype="fp32"),
         Sample(dtype="fp32"),
-        *(kernel for kernel in CATALOGUE if isinstance(kernel, (FusedLinear, GemmSmallM))),
+        *[kernel for kernel in CATALOGUE if isinstance(kernel, (FusedLinear, GemmSmallM))][::2],
         GemmTiled(dtype="int8", out_dtype="bf16", channels=256, tokens=128),
-        GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=256),
         GemmTiled(dtype="int8", out_dtype="fp32", channels=128, tokens=128, pingpong=True),
         GemmTiled(dtype="e4m3", out_dtype="bf16", channels=128, tokens=128),
-        GemmTiled(dtype="e4m3", out_dtype="fp16", channels=128, tokens=32, fast_accum=True),
     ]
     variants = effort(fast, every)
     budgets = read_budgets(BUDGETS)
