@@ -70,6 +70,11 @@ def bad_value(error: Exception) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded" if too_long else None)
 
 
+def bad_form(field: str, problem: object) -> ApiError:
+    """Return the answer to a form of texts, in this field, that the engine cannot follow."""
+    return ApiError(400, f"{field}: {problem}", param=field)
+
+
 def engine_failed() -> ApiError:
     """Return the answer to a request that an error of the engine has ended."""
     return ApiError(500, "the engine failed while it served this request", code="engine_error")

@@ -12,6 +12,7 @@ from .errors import (
     ApiError,
     EngineError,
     EngineLostError,
+    bad_form,
     bad_value,
     engine_failed,
     engine_lost,
@@ -198,9 +199,9 @@ class Generation:
 
     def _failed(self, error: str) -> ApiError:
         """Return the answer to a text that the engine could not go on with."""
-        if error.startswith("structured:"):
-            field = self._form_field
-            return ApiError(400, f"{field}:{error.partition(':')[2]}", param=field)
+        argument, _, problem = error.partition(": ")
+        if argument == "structured":
+            return bad_form(self._form_field, problem)
         return self._error(Ended(EngineError(error)))
 
     def _error(self, ended: Ended) -> ApiError:

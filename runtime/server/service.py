@@ -14,7 +14,7 @@ from ..engine import SamplingParams, StructuredOutput
 from .chat.parsers import Parsers
 from .chat.render import ChatTemplate
 from .engine_thread import EngineThread
-from .errors import ApiError
+from .errors import ApiError, bad_form
 from .generation import Admission, Generation
 from .logprobs import TokenTexts
 from .metrics import Metrics
@@ -132,7 +132,7 @@ class Service:
             try:  # not by the engine's thread, which other requests wait for
                 await asyncio.to_thread(self.compile_grammar, params[0].structured)
             except ValueError as error:
-                raise ApiError(400, f"{form_field}: {error}", param=form_field) from error
+                raise bad_form(form_field, error) from error
             except RuntimeError as error:  # without xgrammar
                 raise ApiError(501, str(error), code="not_installed") from error
         generation = Generation(
