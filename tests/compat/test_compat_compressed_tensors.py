@@ -10,13 +10,16 @@ import torch
 import transformers
 from hf_models import MODELS, random_model
 from quantized_files import FORMATS, write_quantized
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompileConfig
 
 from ostinato import ops
 from ostinato.compat.transformers import (
     NAME,
+    QuantizedLinear,
     RaggedStaticCache,
+    accelerate,
     replace_attention,
+    replace_linears,
     replace_norms,
 )
 
@@ -84,3 +87,33 @@ def test_attention_of_a_compressed_model_is_replaced(when: str, tmp_path: Path) 
         assert cache.storage.any()
         logits.append(out.logits)
     torch.testing.assert_close(*logits, rtol=0.0, atol=0.05)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_accelerated_step_is_compiled_whole(when: str, tmp_path: Path) -> None:
+    model = load(tmp_path, "llama", "ct-int8-dynamic")
+    if when == "after":
+        model(IDS)
+    accelerate(model)
+    weights = {name: type(weight) for name, weight in model.named_parameters()}
+    assert "model.embed_tokens.weight" in weights
+    assert set(weights.values()) == {torch.nn.Parameter}
+    whole = CompileConfig(fullgraph=True, backend="eager")
+    whole._compile_all_devices = True
+    greedy = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+    expected = model.generate(IDS, **greedy)
+    torch._dynamo.reset()
+    compiled = model.generate(IDS, **greedy, cache_implementation="static", compile_config=whole)
+    assert torch.equal(compiled, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_wrappers_stay_while_a_module_is_quantized(tmp_path: Path) -> None:
+    model = load(tmp_path, "llama", "ct-int8-dynamic")
+    expected = load(tmp_path, "llama", "ct-int8-dynamic")(IDS).logits
+    left = model.model.layers[0].mlp.down_proj
+    left.register_forward_hook(lambda *_: None)  # so it is not replaced
+    assert "model.layers.0.mlp.down_proj" not in replace_linears(model)
+    assert not isinstance(left, QuantizedLinear)
+    # Without its hook the module that is left would multiply by codes.
+    assert (model(IDS).logits - expected).norm() < 0.1 * expected.norm()

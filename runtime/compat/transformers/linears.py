@@ -23,6 +23,7 @@ from ...jit.variant import Variant
 from ...models.modules import DENSE_DTYPES, Module
 from ...ops.linear.precompile import precompile
 from .linear_module import QuantizedLinear
+from .replace import remove_wrappers
 
 # Classes that transformers puts in the place of linear modules, whose forward is theirs.
 _CLASSES = ("Linear", "FP8Linear", "FbgemmFp8Linear", "CompressedTensorsFP8Linear")
@@ -61,6 +62,8 @@ def replace_linears(
     weight has to be what the file says, in codes or dequantised, or the module is left as it is: so
     one with a merged adapter. Left are also modules with hooks, without a weight on a device, of
     another class, and those that the checkpoint has in 16 bits. `accelerate` says which and why.
+    If nothing else of the model is quantised or offloaded, compressed-tensors' wrappers around its
+    modules are taken off, in which no forward can be compiled.
 
     Products of a replaced module carry no gradient, the model can no longer be moved to another
     device or dtype, and has no state dict: save it before.
@@ -115,6 +118,7 @@ def quantize_linears(
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, ours)
             result.replaced.append(name)
+    remove_wrappers(model)
     _compile_kernels(model, result.replaced, dtype)
     return result
 

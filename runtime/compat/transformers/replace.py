@@ -69,6 +69,33 @@ def _unwrapped(module: torch.nn.Module) -> AbstractContextManager[None]:
     return unwrapped
 
 
+def remove_wrappers(model: torch.nn.Module) -> None:
+    """Take off what compressed-tensors wraps a model in, once nothing in it needs that.
+
+    Its hook decompresses what is quantised at the first forward, and its wrappers look at every
+    argument and parameter of every module, which no compiler can trace. They stay while a module
+    is quantised by that library, or lies on another device than it computes on.
+    """
+    modules = [*model.modules()]
+    if any(hasattr(module, "quantization_scheme") for module in modules):
+        return
+    if (hook := getattr(model, "ct_decompress_hook", None)) is not None:
+        hook.remove()
+        del model.ct_decompress_hook
+    wrapped: list[Any] = [m for m in modules if hasattr(m, "_original_forward_func")]
+    tensors = [m._parameters for m in wrapped]
+    if not wrapped or any(t.onload_device != t.offload_device for t in tensors):
+        return
+    from compressed_tensors.offload.module import remove_module_offload
+
+    for module in wrapped:
+        forward = module._original_forward_func
+        remove_module_offload(module)
+        del module.forward
+        if forward is not type(module).forward:
+            module.forward = _bound(forward, module)
+
+
 @torch.no_grad()
 def is_known_to_agree(trial: Callable[[], bool]) -> bool:
     """Return what a trial says; one that raises, for whatever reason, does not say that it agrees.

@@ -19,7 +19,7 @@ scheduling), but that batches are captured which are timed, and the KV cache has
 vLLM alone chooses tokens; all others go on with these (vLLM's trace replay). A row says for how
 many of them another engine had the same as the likeliest, and how far log probabilities were apart.
 Rows without `parts` are vLLM's difference from itself: other sequences in its batches, or its eager
-mode with its Triton attention.
+mode with attention and linear layers in Triton.
 
 It fails where a time or a difference is above its limit, or an engine has failed, once all rows are
 written. `--build` compiles the kernels that the parts launch, and does nothing else.
@@ -73,8 +73,9 @@ PLAIN = Variant("", {}, _NONE)
 EAGER = Variant(
     "",
     {"enforce_eager": True, "attention_backend": "TRITON_ATTN"},
-    _NONE,
-    "eager, Triton attention",
+    # The plug-in replaces linear layers too: so they differ here as well.
+    _NONE | {"VLLM_DISABLED_KERNELS": "CutlassInt8ScaledMMLinearKernel"},
+    "eager, attention and linear layers in Triton",
 )
 LINEARS = Variant("linears", {}, _OURS)
 ATTENTION = Variant("linears, attention", _OUR_ATTENTION, _OURS)
