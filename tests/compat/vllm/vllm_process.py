@@ -201,6 +201,6 @@ class Engines:
             return None
 
     def _drop(self, variant: Variant, error: EngineError) -> None:
-        self.failed.append(str(variant))
+        self.failed.append(f"{variant}: the engine failed")
         print(f"--- {variant} failed: {error}", file=sys.stderr, flush=True)
         del self._running[variant]
