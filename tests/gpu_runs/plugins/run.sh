@@ -6,13 +6,13 @@
 # Started in the repository's root. Parts, with the seconds they took on one H200:
 #   build         44 kernels of ours; 40 on 16 cores with an empty cache, else 5
 #   step          vLLM: steps, texts of the 8B shape, kernels' profile                      200
-#   long          vLLM: attention at 4096 x 128, 16 layers                                   85
-#   texts         vLLM: tiny-llama                                                           40
+#   long          vLLM: attention at 4096 x 128, 16 layers                                  137
+#   texts         vLLM: tiny-llama                                                          100
 #   ranks         vLLM: two GPUs                                                            200
-#   transformers  accelerate beside transformers, 8 layers                                  130
-#   pages         tests/compat on the GPU, the snippets of the documentation among them     120
+#   transformers  accelerate beside transformers, 8 layers                                  150
+#   pages         tests/compat on the GPU, the snippets of the documentation among them      87
 #   vllm_tests    tests/compat/vllm on the GPU, with vLLM's classes: caches of both layouts,
-#                 8 bits                                                                     60
+#                 8 bits                                                                     30
 #   serve         docs/integrations/vllm.md as far as it goes: vllm serve examples/tiny-llama
 #                                                                                            90
 #
