@@ -7,7 +7,7 @@
 #   build         44 kernels of ours; 40 on 16 cores with an empty cache, else 5
 #   step          vLLM: steps, texts of the 8B shape, kernels' profile                      200
 #   long          vLLM: attention at 4096 x 128, 16 layers                                  137
-#   texts         vLLM: tiny-llama                                                          100
+#   texts         vLLM: tiny-llama                                                          >90
 #   ranks         vLLM: two GPUs                                                            200
 #   transformers  accelerate beside transformers, 8 layers                                  150
 #   pages         tests/compat on the GPU, the snippets of the documentation among them      87
