@@ -231,9 +231,12 @@ class Run:
                 section = {"section": "step", "case": case}
                 times[context] = self._times(engines, variants, given, LONG_COUNTS, section)
             longest = max(times)
-            given = {"batch": LONG_BATCH, "prompt": LONG_PROMPTS[longest], "vocab": self.vocab}
-            found = engines.ask(PLAIN, "kernels", **given) or []
-            theirs = sum(k["us"] for k in found if any(n in k["name"] for n in _THEIR_ATTENTION))
+            profiles = self.kernels(engines, variants, LONG_BATCH, LONG_PROMPTS[longest])
+            theirs = sum(
+                kernel["us"]
+                for kernel in profiles[PLAIN]
+                if any(name in kernel["name"] for name in _THEIR_ATTENTION)
+            )
             step = times[longest]
             if not theirs:
                 self.failed.append("the profile of vLLM alone has no attention")
@@ -244,8 +247,6 @@ class Run:
                 self.add({**row, "impl": self.peer, "us": round(theirs / LONG_LAYERS, 1)})
                 row |= {"impl": "ostinato_p16", "us": round(ours / LONG_LAYERS, 1)}
                 self.add(beside(row, self.peer, theirs / LONG_LAYERS))
-            if self.options.profile:
-                self.kernels(engines, variants, LONG_BATCH, LONG_PROMPTS[longest])
             self.failed += engines.failed
 
     def texts(self) -> None:
@@ -308,12 +309,15 @@ class Run:
 
     def kernels(
         self, engines: Engines, variants: Sequence[Variant], batch: int, prompt: int
-    ) -> None:
-        """Print which kernels a step of each engine has."""
+    ) -> dict[Variant, list[dict[str, Any]]]:
+        """Print and return which kernels a step of each engine has, none of one that failed."""
         given = {"batch": batch, "prompt": prompt, "vocab": self.vocab}
+        found: dict[Variant, list[dict[str, Any]]] = {}
         for variant in variants:
-            for kernel in engines.ask(variant, "kernels", **given) or []:
+            found[variant] = engines.ask(variant, "kernels", **given) or []
+            for kernel in found[variant]:
                 print(f"b{batch} prompt{prompt}, {variant}: {json.dumps(kernel)}", flush=True)
+        return found
 
 
 def trained_prompts() -> list[list[int]]:
