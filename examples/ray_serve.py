@@ -33,7 +33,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ostinato.server import Settings, create_app
 from ostinato.server.errors import error_body
-from ostinato.server.loading import EngineOptions, load_service
+from ostinato.server.loading import EngineOptions, ServedModel, load_service
 from ostinato.server.metrics import EngineNumbers
 
 PATIENCE = 60.0  # seconds in which a request finds another replica
@@ -62,7 +62,9 @@ class Replica:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         options = EngineOptions(device=device, max_batch=max_batch, progress=False)
         keys = tuple(filter(None, [os.environ.get("OSTINATO_API_KEY")]))
-        self._service = load_service(Path(model), options, Settings(api_keys=keys), names=[name])
+        self._service = load_service(
+            ServedModel(Path(model), (name,)), options, Settings(api_keys=keys)
+        )
         self._app = create_app(self._service)
         self._gauges = {each: Gauge(f"ostinato_engine_{each}") for each in GAUGES}
 

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .command import FAILED, Command, Parser, user_errors
-from .served_model import add_served_model_flags, run_served, service_of
+from .served_model import (
+    add_served_model_flags,
+    engine_of,
+    engine_options,
+    run_served,
+    served_model_of,
+)
 
 if TYPE_CHECKING:
     from ..parallel import Ranks
@@ -29,15 +35,19 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _serve(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> int:
-    from ..server import bind, log_to, serve
+    from ..server import bind, log_to
+    from ..server.http_process import HttpProcess
 
     with user_errors():
         settings = _settings(args)
         bound = bind(settings.host, settings.port)
-    with bound:
-        service = service_of(args, folder, settings, ranks)
+    options = engine_options(args, ranks)
+    with user_errors():
+        http = HttpProcess(bound, served_model_of(args, folder), settings)
+    with http:
+        engine, limits = engine_of(folder, options)
         log_to(sys.stderr)
-        return 0 if serve(service, bound) else FAILED
+        return 0 if http.serve(engine, limits) else FAILED
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,11 @@ from .model_flags import add_kv_cache_flags
 from .ranks import add_rank_flags, communicator_of, device_of, ranks_of
 
 if TYPE_CHECKING:
+    from ostinato.graphs import CaptureReport
+
     from ..parallel import Ranks
-    from ..server import Service, Settings
-    from ..server.loading import EngineOptions
+    from ..server import EngineThread, Service, Settings
+    from ..server.loading import EngineLimits, EngineOptions, ServedModel
 
 _AUTO, _NONE = "auto", "none"
 
@@ -120,29 +123,54 @@ def _require_server() -> None:
         raise UserError(f"{error.name} is not installed: pip install 'ostinato[serve]'") from error
 
 
+def served_model_of(args: argparse.Namespace, folder: Path) -> ServedModel:
+    """Return what the flags say of the model, beside its engine."""
+    from ..server.loading import ServedModel
+
+    return ServedModel(
+        folder,
+        tuple(args.served_model_name or [args.model]),
+        own_defaults=args.generation_config == _AUTO,
+        tools=args.tool_call_parser,
+        reasoning=args.reasoning_parser,
+    )
+
+
+def engine_of(folder: Path, options: EngineOptions) -> tuple[EngineThread, EngineLimits]:
+    """Return an engine, captured, in a thread of its own.
+
+    Raises:
+        UserError: for a checkpoint or an option that cannot be used.
+    """
+    from ..server.loading import start_engine
+
+    with _engine_errors():
+        return start_engine(folder, options, _report)
+
+
 def service_of(
     args: argparse.Namespace, folder: Path, settings: Settings, ranks: Ranks | None
 ) -> Service:
-    """Return the service that the flags ask for, its engine captured.
+    """Return the service that the flags ask for, its engine captured, in this process.
 
     Raises:
         UserError: for a checkpoint or a flag that cannot be used.
     """
-    import torch
-
     from ..server.loading import load_service
 
-    with user_errors(ValueError, OSError, torch.OutOfMemoryError, MemoryError):
-        return load_service(
-            folder,
-            _options(args, ranks),
-            settings,
-            names=args.served_model_name or [args.model],
-            own_defaults=args.generation_config == _AUTO,
-            tools=args.tool_call_parser,
-            reasoning=args.reasoning_parser,
-            on_capture=lambda report: print(report, file=sys.stderr, flush=True),
-        )
+    options = engine_options(args, ranks)
+    with _engine_errors():
+        return load_service(served_model_of(args, folder), options, settings, _report)
+
+
+def _report(report: CaptureReport) -> None:
+    print(report, file=sys.stderr, flush=True)
+
+
+def _engine_errors() -> AbstractContextManager[None]:
+    import torch
+
+    return user_errors(ValueError, OSError, torch.OutOfMemoryError, MemoryError)
 
 
 def run_served(
@@ -168,33 +196,38 @@ def run_served(
 
 
 def _follow(args: argparse.Namespace, folder: Path, ranks: Ranks) -> None:
-    import torch
-
     from ..checkpoint import load_tokenizer
     from ..server.loading import load_engine
 
-    with user_errors(ValueError, OSError, torch.OutOfMemoryError, MemoryError):
-        engine = load_engine(folder, load_tokenizer(folder), _options(args, ranks))
+    options = engine_options(args, ranks)
+    with _engine_errors():
+        engine = load_engine(folder, load_tokenizer(folder), options)
     engine.follow()
 
 
-def _options(args: argparse.Namespace, ranks: Ranks | None) -> EngineOptions:
+def engine_options(args: argparse.Namespace, ranks: Ranks | None) -> EngineOptions:
+    """Return the options of the engine that the flags ask for.
+
+    Raises:
+        UserError: for a flag that cannot be used.
+    """
     from ..server.loading import EngineOptions
 
-    device = device_of(args)
     sizes: Sequence[Sequence[int]] | None = args.capture_sizes
-    return EngineOptions(
-        device=device,
-        max_batch=args.max_batch,
-        max_context=args.max_context,
-        page_size=args.page_size,
-        num_pages=args.num_pages,
-        memory_fraction=args.memory_fraction,
-        kv_cache_dtype=args.kv_cache_dtype,
-        kv_scales=args.kv_scales,
-        capture_sizes=None if sizes is None else [size for some in sizes for size in some],
-        max_prefill_tokens=args.max_prefill_tokens,
-        verify=args.verify,
-        ranks=ranks,
-        communicator=communicator_of(ranks, device),
-    )
+    with _engine_errors():
+        device = device_of(args)
+        return EngineOptions(
+            device=device,
+            max_batch=args.max_batch,
+            max_context=args.max_context,
+            page_size=args.page_size,
+            num_pages=args.num_pages,
+            memory_fraction=args.memory_fraction,
+            kv_cache_dtype=args.kv_cache_dtype,
+            kv_scales=args.kv_scales,
+            capture_sizes=None if sizes is None else [size for some in sizes for size in some],
+            max_prefill_tokens=args.max_prefill_tokens,
+            verify=args.verify,
+            ranks=ranks,
+            communicator=communicator_of(ranks, device),
+        )

@@ -1,23 +1,23 @@
-"""The thread that owns the engine: requests go in from an asyncio loop, events come back."""
+"""The thread that owns the engine: jobs go in from other threads, events come back."""
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
 from ostinato.graphs import RankError
 
-from ..engine import Completion, Engine, SamplingParams, TokenEvent
+from ..engine import Completion, Engine, StructuredOutput
 from .errors import EngineError, EngineLostError
+from .jobs import Accepted, Ended, Job, Message, Progress
+from .metrics import EngineNumbers
 
 _LOG = logging.getLogger("ostinato.server")
 # Failing steps in a row after which the newest request is taken for their cause.
@@ -25,71 +25,18 @@ _PATIENCE = 3
 _LAST_S = 2.0  # for a thread that a lost rank holds up, before the server ends without it
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The engine has queued all prompts of a job."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A job ends without further events.
-
-    Args:
-        error: TypeError or ValueError of `Engine.submit`, or EngineError.
-    """
-
-    error: Exception
-
-
-@dataclass(frozen=True)
-class Progress:
-    """One event of a job.
-
-    Args:
-        choice: the index of its prompt.
-        event: of the engine.
-        completion: with the last event, the whole text.
-    """
-
-    choice: int
-    event: TokenEvent
-    completion: Completion | None = None
-
-
-Message = Accepted | Ended | Progress
 # What the thread is asked for; without an engine, that it will not be done.
 Command = Callable[[Engine | None], None]
 
 
-@dataclass(eq=False)
-class Job:
-    """Prompts that are submitted together.
-
-    Args:
-        prompts: token ids of each.
-        params: of each.
-        loop: on which `deliver` is called.
-        deliver: takes the messages of one step.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    params: Sequence[SamplingParams]
-    loop: asyncio.AbstractEventLoop
-    deliver: Callable[[list[Message]], None]
-    # Of the engine's thread: its ids of unfinished prompts.
-    ids: set[int] = field(default_factory=set)
-
-
 class EngineThread:
-    """Makes an engine in a thread of its own and steps it while there is work.
+    """Makes an engine in a thread of its own and steps it while there is work; an `EngineLink`.
 
     Args:
         make_engine: returns a captured engine. It is called in the thread, which owns the engine.
 
     Attributes:
-        on_death: called in the thread when an error ends it, after all jobs have been told.
+        lost: which rank was, and why, once one is; None else.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
@@ -104,7 +51,7 @@ class EngineThread:
         self._stopped = threading.Event()
         self._dying = threading.Lock()
         self._handing_out = threading.Lock()
-        self._lost: EngineLostError | None = None
+        self.lost: EngineLostError | None = None
         self.on_death: Callable[[], None] = lambda: None
 
     def start(self) -> Engine:
@@ -126,7 +73,7 @@ class EngineThread:
 
         def submit(engine: Engine | None) -> None:
             if engine is None:
-                self._say(job, Ended(self._lost or EngineError("the engine has stopped")))
+                self._say(job, Ended(self.lost or EngineError("the engine has stopped")))
             else:
                 self._submit(engine, job)
 
@@ -163,6 +110,16 @@ class EngineThread:
         self._post(run)
         return result
 
+    def numbers(self) -> concurrent.futures.Future[EngineNumbers]:
+        """Read the engine's numbers, between two steps of it."""
+        return self.call(EngineNumbers.of)
+
+    def compile_grammar(self, form: StructuredOutput) -> None:
+        """Compile the form of a text in the caller's thread, so that `submit` finds it done."""
+        grammars = self._made.result().grammars
+        if grammars is not None:  # else `submit` refuses the form
+            grammars.compile(form)
+
     def stop(self) -> None:
         """End all jobs and the thread, and release the engine.
 
@@ -170,7 +127,7 @@ class EngineThread:
         """
         self.end_all(EngineError("the server is stopping"))
         self._inbox.put(None)
-        self._thread.join(None if self._lost is None else _LAST_S)
+        self._thread.join(None if self.lost is None else _LAST_S)
 
     def abandon(self, error: RankError) -> None:
         """End all jobs because a rank is lost, from another thread: the engine's may be stuck."""
@@ -212,7 +169,7 @@ class EngineThread:
             if self._stopped.is_set():
                 return
             if isinstance(error, EngineLostError):
-                self._lost = error
+                self.lost = error
             self._stopped.set()
         for job in {job for job, _ in list(self._live.values())}:
             self._say(job, Ended(error))
@@ -285,15 +242,11 @@ class EngineThread:
             self._outbox.setdefault(job, []).append(message)
 
     def _flush(self) -> None:
-        """Hand out what has come, with one call per loop."""
+        """Hand out what has come, with one call per receiver."""
         with self._handing_out:
             outbox, self._outbox = self._outbox, {}
-        for loop in {job.loop for job in outbox}:
-            jobs = [job for job in outbox if job.loop is loop]
-            try:
-                loop.call_soon_threadsafe(_deliver, [(job, outbox[job]) for job in jobs])
-            except RuntimeError:
-                continue  # the loop is closed, and nobody waits
+        for receiver in {job.receiver for job in outbox}:
+            receiver.take([(job, its) for job, its in outbox.items() if job.receiver == receiver])
 
     def _refuse_all(self) -> None:
         """Answer commands that come when the engine serves no more."""
@@ -305,8 +258,3 @@ class EngineThread:
             if command is not None:
                 command(None)
         self._flush()
-
-
-def _deliver(messages: list[tuple[Job, list[Message]]]) -> None:
-    for job, its in messages:
-        job.deliver(its)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from ..engine import FinishReason, SamplingParams
-from .engine_thread import Accepted, Ended, EngineThread, Job, Message, Progress
 from .errors import (
     ApiError,
     EngineError,
@@ -18,6 +17,7 @@ from .errors import (
     engine_lost,
     stopping,
 )
+from .jobs import Accepted, Ended, EngineLink, Job, Message, OnLoop, Progress
 from .metrics import Metrics
 
 
@@ -82,7 +82,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: EngineThread,
+        engine: EngineLink,
         admission: Admission,
         metrics: Metrics,
         prompts: Sequence[Sequence[int]],
@@ -96,7 +96,7 @@ class Generation:
         self._admission = admission
         self._metrics = metrics
         self._form_field = form_field
-        self._job = Job(prompts, params, loop, self._take)
+        self._job = Job(prompts, params, OnLoop(loop), self._take)
         self._arrived = loop.time()
         self._last = self._arrived
         self.deadline = self._arrived + timeout

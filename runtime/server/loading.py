@@ -22,6 +22,7 @@ from .chat.parsers import AUTO, Parsers
 from .chat.templates import load_chat_template
 from .defaults import generation_defaults
 from .engine_thread import EngineThread
+from .jobs import EngineLink
 from .service import Service
 from .settings import Settings
 
@@ -109,36 +110,73 @@ def load_engine(folder: Path, tokenizer: Tokenizer, options: EngineOptions) -> E
     )
 
 
-def load_service(
-    folder: Path,
-    options: EngineOptions,
-    settings: Settings,
-    *,
-    names: Sequence[str],
-    own_defaults: bool = True,
-    tools: str = AUTO,
-    reasoning: str = AUTO,
-    on_capture: Callable[[CaptureReport], None] = lambda report: None,
-) -> Service:
-    """Load a checkpoint, capture its engine in a thread of its own, and return the service.
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server needs of a checkpoint beside its engine.
 
     Args:
         folder: of the checkpoint.
-        options: of the engine.
-        settings: of the server.
         names: that requests may give as `model`.
         own_defaults: whether generation_config.json sets sampling defaults.
         tools: name of the parser of tool calls; see `Parsers.named`.
         reasoning: name of the parser of reasoning.
+    """
+
+    folder: Path
+    names: tuple[str, ...]
+    own_defaults: bool = True
+    tools: str = AUTO
+    reasoning: str = AUTO
+
+    def service(self, settings: Settings) -> Callable[[EngineLink, EngineLimits], Service]:
+        """Read the checkpoint, and return what makes the service of an engine.
+
+        Raises:
+            ValueError, OSError: when the checkpoint or an option is no good.
+        """
+        config = load_config(self.folder)
+        tokenizer = load_tokenizer(self.folder)
+        template = load_chat_template(self.folder, settings.template_timeout)
+        defaults = generation_defaults(self.folder) if self.own_defaults else {}
+        thinks = template is not None and template.thinks
+        parsers = Parsers.named(self.tools, self.reasoning, family=config.family, thinks=thinks)
+        return lambda engine, limits: Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            models=self.names,
+            max_context=limits.max_context,
+            max_batch=limits.max_batch,
+            settings=settings,
+            defaults=defaults,
+            template=template,
+            parsers=parsers,
+        )
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Of an engine: its longest prompt plus text, and the texts that run at once."""
+
+    max_context: int
+    max_batch: int
+
+
+def start_engine(
+    folder: Path,
+    options: EngineOptions,
+    on_capture: Callable[[CaptureReport], None] = lambda report: None,
+) -> tuple[EngineThread, EngineLimits]:
+    """Load a checkpoint and capture its engine in a thread of its own, which then waits for jobs.
+
+    Args:
+        folder: of the checkpoint.
+        options: of the engine.
         on_capture: gets the report.
 
     Raises:
         ValueError, OSError, torch.OutOfMemoryError: when the checkpoint or an option is no good.
     """
-    config = load_config(folder)
     tokenizer = load_tokenizer(folder)
-    template = load_chat_template(folder, settings.template_timeout)
-    defaults = generation_defaults(folder) if own_defaults else {}
 
     def make_engine() -> Engine:
         engine = load_engine(folder, tokenizer, options)
@@ -147,21 +185,29 @@ def load_service(
         )
         return engine
 
-    thinks = template is not None and template.thinks
-    parsers = Parsers.named(tools, reasoning, family=config.family, thinks=thinks)
     thread = EngineThread(make_engine)
     if options.ranks is not None:
         options.ranks.on_failure(thread.abandon)
     engine = thread.start()
-    return Service(
-        engine=thread,
-        tokenizer=tokenizer,
-        models=tuple(names),
-        max_context=engine.max_context,
-        max_batch=options.most,
-        settings=settings,
-        defaults=defaults,
-        template=template,
-        parsers=parsers,
-        compile_grammar=None if engine.grammars is None else engine.grammars.compile,
-    )
+    return thread, EngineLimits(engine.max_context, options.most)
+
+
+def load_service(
+    model: ServedModel,
+    options: EngineOptions,
+    settings: Settings,
+    on_capture: Callable[[CaptureReport], None] = lambda report: None,
+) -> Service:
+    """Return the service of a model whose engine is captured, in a thread of this process.
+
+    Args:
+        model: the checkpoint.
+        options: of the engine.
+        settings: of the server.
+        on_capture: gets the report.
+
+    Raises:
+        ValueError, OSError, torch.OutOfMemoryError: when the checkpoint or an option is no good.
+    """
+    service = model.service(settings)
+    return service(*start_engine(model.folder, options, on_capture))

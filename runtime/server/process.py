@@ -86,7 +86,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _spared_collector() -> Iterator[None]:
+def spared_collector() -> Iterator[None]:
     """Let the garbage collector pass over what there is, which would hold up all texts at times."""
     if gc.get_freeze_count():  # somebody else's doing, to be undone by them
         yield
@@ -135,7 +135,7 @@ def serve(
     server = _Server(config, service)
     on_ready(server)
     try:
-        with _spared_collector():
+        with spared_collector():
             server.run(sockets=[bound])
     finally:
         service.close()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from tokenizers import Tokenizer
 
-from ..engine import SamplingParams, StructuredOutput
+from ..engine import SamplingParams
 from .chat.parsers import Parsers
 from .chat.render import ChatTemplate
-from .engine_thread import EngineThread
-from .errors import ApiError, bad_form
+from .errors import ApiError, EngineError, bad_form, engine_failed
 from .generation import Admission, Generation
+from .jobs import EngineLink
 from .logprobs import TokenTexts
 from .metrics import Metrics
 from .settings import Settings
@@ -26,7 +26,7 @@ class Service:
     """A model that is served.
 
     Args:
-        engine: a thread that has been started.
+        engine: serves it.
         tokenizer: of the model.
         models: names that requests may ask for; the first is what answers say.
         max_context: longest prompt plus text.
@@ -35,10 +35,9 @@ class Service:
         defaults: sampling fields that requests may omit, such as those of generation_config.json.
         template: of chats; None where the checkpoint has none.
         parsers: of tool calls and reasoning.
-        compile_grammar: is called with each form of a text before it is submitted.
     """
 
-    engine: EngineThread
+    engine: EngineLink
     tokenizer: Tokenizer
     models: tuple[str, ...]
     max_context: int
@@ -47,7 +46,6 @@ class Service:
     defaults: Mapping[str, float | int] = field(default_factory=dict)
     template: ChatTemplate | None = None
     parsers: Parsers = field(default_factory=Parsers)
-    compile_grammar: Callable[[StructuredOutput], object] | None = None
     metrics: Metrics = field(default_factory=Metrics)
     admission: Admission = field(init=False)
     created: int = field(init=False)
@@ -106,7 +104,7 @@ class Service:
         return TokenTexts(self.tokenizer)
 
     def close(self) -> None:
-        """End all requests, and release the engine and the template's process."""
+        """End all requests and the template's process, and stop the engine's link."""
         self.engine.stop()
         if self.template is not None:
             self.template.close()
@@ -128,13 +126,15 @@ class Service:
         Raises:
             ApiError: when the request is refused.
         """
-        if params[0].structured is not None and self.compile_grammar is not None:
+        if params[0].structured is not None:
             try:  # not by the engine's thread, which other requests wait for
-                await asyncio.to_thread(self.compile_grammar, params[0].structured)
+                await asyncio.to_thread(self.engine.compile_grammar, params[0].structured)
             except ValueError as error:
                 raise bad_form(form_field, error) from error
             except RuntimeError as error:  # without xgrammar
                 raise ApiError(501, str(error), code="not_installed") from error
+            except EngineError as error:
+                raise engine_failed() from error
         generation = Generation(
             self.engine,
             self.admission,

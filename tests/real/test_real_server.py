@@ -14,7 +14,7 @@ from real_models import MODELS, RealModel, grouped
 from transformers import AutoTokenizer
 
 from ostinato.server import Settings
-from ostinato.server.loading import EngineOptions, load_service
+from ostinato.server.loading import EngineOptions, ServedModel, load_service
 from serving import Client, serving
 
 pytestmark = [
@@ -70,7 +70,7 @@ def _service(folder: Path) -> Any:
         verify=False,
         progress=False,
     )
-    return load_service(folder, options, Settings(port=0), names=["smol"], tools="hermes")
+    return load_service(ServedModel(folder, ("smol",), tools="hermes"), options, Settings(port=0))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.engine import Engine
 from random_requests import params_of, processed_fields, random_fields
-from server_process import KEY, TINY_LLAMA, serve_process
+from server_process import KEY, TINY_LLAMA, http_process, serve_process
 from serving import JSON_HEAD, sse
 
 CLIENTS = 16
@@ -142,7 +142,11 @@ def _streamed(answer: http.client.HTTPResponse) -> tuple[str, str]:
     *events, end = [*sse(answer)] or [""]
     if end != "[DONE]":
         raise EOFError
-    choices = [json.loads(event)["choices"][0] for event in events]
+    documents = [json.loads(event) for event in events]
+    if "error" in documents[-1]:
+        assert documents[-1]["error"]["code"] == "engine_lost"
+        raise EOFError
+    choices = [document["choices"][0] for document in documents]
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 
 
@@ -169,10 +173,13 @@ def assert_idle(port: int) -> None:
 
 
 def held(process: subprocess.Popen[bytes]) -> tuple[int, int]:
-    """Return the bytes of memory and the files that a process holds."""
-    proc = Path("/proc") / str(process.pid)
-    fields = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) << 10, len(list((proc / "fd").iterdir()))
+    """Return the bytes of memory and the files that a server holds, with its HTTP process."""
+    memory = files = 0
+    for proc in (Path("/proc") / str(process.pid), Path("/proc") / str(http_process(process.pid))):
+        fields = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+        memory += int(fields["VmRSS"].split()[0]) << 10
+        files += len(list((proc / "fd").iterdir()))
+    return memory, files
 
 
 @contextmanager

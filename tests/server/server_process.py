@@ -49,3 +49,13 @@ def is_ready(port: int) -> bool:
         return connection.getresponse().status == 200
     except OSError:
         return False
+
+
+def http_process(server: int) -> int:
+    """Return the id of the process in which a server's process serves HTTP."""
+    paths = Path(f"/proc/{server}/task").glob("*/children")
+    children = [int(pid) for path in paths for pid in path.read_text().split()]
+    (found,) = [
+        pid for pid in children if b"http_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return found

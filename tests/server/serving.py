@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -17,6 +17,7 @@ from ostinato.engine import Engine
 from ostinato.server import EngineThread, Service, Settings, bind, serve
 from tiny import byte_tokenizer, tiny_llama
 
+T = TypeVar("T")
 TOKENIZER = byte_tokenizer()
 MODEL = "tiny"
 CHATML = (
@@ -91,13 +92,18 @@ class Client:
         assert end == "[DONE]"
         return [json.loads(event) for event in events]
 
+    def ask(self, function: Callable[[Engine], T]) -> T:
+        """Call a function with the engine, between two steps of it."""
+        assert isinstance(self.service.engine, EngineThread)
+        return self.service.engine.call(function).result(20)
+
     def wait_idle(self, seconds: float = 20) -> None:
         """Wait until no text is admitted and the engine holds no page."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            free = self.service.engine.call(
+            free = self.ask(
                 lambda e: e.idle and e.cache.free_pages == e.cache.usable_pages and not e._requests
-            ).result(seconds)
+            )
             if free and self.service.admission.taken == 0:
                 return
             time.sleep(0.01)

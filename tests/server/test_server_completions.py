@@ -201,13 +201,13 @@ def test_first_token_behind_a_shared_prompt_needs_less() -> None:
             return tokens - before[0], steps - before[1]
 
         def counted() -> tuple[int, int]:
-            stats = client.service.engine.call(lambda engine: engine.stats).result(10)
+            stats = client.ask(lambda engine: engine.stats)
             return stats.prefill_tokens, len(stats.prefill_seconds)
 
         assert work([*system, *range(50)]) == (4050, 8)
         for start in (70, 71, 72):
             assert work([*system, *range(start, 130)]) == (130 - start, 1)
-        cache = client.service.engine.call(lambda engine: engine.cache).result(10)
+        cache = client.ask(lambda engine: engine.cache)
         assert cache.shared_tokens == 3 * 4000
 
 

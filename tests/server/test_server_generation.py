@@ -9,7 +9,8 @@ import pytest
 
 from ostinato.engine import FinishReason, TokenEvent
 from ostinato.server.chat.render import ChatTemplate
-from ostinato.server.engine_thread import Accepted, EngineThread, Job, Progress
+from ostinato.server.engine_thread import EngineThread
+from ostinato.server.jobs import Accepted, Job, Progress
 from ostinato.server.service import Service
 from ostinato.server.settings import Settings
 from serving import CHATML, MODEL, TOKENIZER, Client, make_service, serving

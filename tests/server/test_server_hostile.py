@@ -54,7 +54,7 @@ def test_schema_that_explodes_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -
     engine = make_engine(logits_processing=True)
     assert engine.grammars is not None
     monkeypatch.setattr(engine.grammars, "_seconds", 0.5)
-    service = make_service(lambda: engine, compile_grammar=engine.grammars.compile)
+    service = make_service(lambda: engine)
     with serving(service) as client:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": nested}}
         error = _refused_beside_others(client, PATH, {"prompt": "a", "response_format": form})
@@ -84,7 +84,7 @@ def test_clients_that_leave_while_they_wait_or_send(missing: int) -> None:
         deadline = time.monotonic() + 10
 
         def taken_and_waiting() -> tuple[int, int]:
-            waiting = client.service.engine.call(lambda engine: engine.waiting).result(10)
+            waiting = client.ask(lambda engine: engine.waiting)
             return client.service.admission.taken, waiting
 
         while taken_and_waiting() != expected:

@@ -209,7 +209,7 @@ def test_lost_device_ends_the_server_and_says_so() -> None:
         assert client.refused(LONG, status=500)["code"] == "engine_error"
         assert not service.engine.alive
     with pytest.raises(Exception, match="has stopped"):
-        service.engine.call(lambda engine: engine.idle).result(5)
+        client.ask(lambda engine: engine.idle)
 
 
 def test_error_of_making_an_engine_is_raised() -> None:

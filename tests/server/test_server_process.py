@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shlex
 import signal
 import socket
@@ -13,8 +14,10 @@ import pytest
 from page_blocks import code_blocks
 
 from ostinato.cli.main import main
-from ostinato.server import Service
-from server_process import KEY, TINY_LLAMA, free_port, serve_process
+from ostinato.server import EngineThread, Settings, bind
+from ostinato.server.http_process import HttpProcess
+from ostinato.server.loading import ServedModel
+from server_process import KEY, TINY_LLAMA, free_port, http_process, serve_process
 
 BODY = {"prompt": "Classes", "max_tokens": 60, "ignore_eos": True, "stream": True, "seed": 1}
 
@@ -37,8 +40,7 @@ def test_sigkill_then_a_clean_start_then_sigterm_under_load() -> None:
         answer = _stream(port)
         process.send_signal(signal.SIGKILL)
         assert process.wait(10) == -signal.SIGKILL
-        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
-            answer.read()
+        assert b"engine_lost" in answer.read()
     with serve_process(port, *flags) as process:
         answers = [_stream(port) for _ in range(3)]
         process.send_signal(signal.SIGTERM)
@@ -55,6 +57,34 @@ def test_sigkill_then_a_clean_start_then_sigterm_under_load() -> None:
     assert "captured on cpu" in "".join(log)
 
 
+def test_server_ends_with_its_http_process() -> None:
+    port = free_port()
+    with serve_process(port, "--max-num-seqs", "2") as process:
+        answer = _stream(port)
+        os.kill(http_process(process.pid), signal.SIGKILL)
+        assert process.wait(10) == 1
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            answer.read()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        assert process.stderr is not None
+        assert "has ended with exit code -9" in process.stderr.read().decode()
+
+
+def test_http_process_ends_when_there_will_be_no_engine() -> None:
+    bound = bind("127.0.0.1", 0)
+    with HttpProcess(bound, ServedModel(TINY_LLAMA, ("tiny",)), Settings(port=0)) as http_side:
+        process = http_side._process
+    assert process.returncode == 0
+
+
+def test_http_process_names_what_it_cannot_read() -> None:
+    bound = bind("127.0.0.1", 0)
+    model = ServedModel(TINY_LLAMA, ("tiny",), tools="x")
+    with pytest.raises(ValueError, match="tool_call_parser: got 'x'"):
+        HttpProcess(bound, model, Settings(port=0))
+
+
 def test_the_load_of_the_page_fits_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = [text for text in code_blocks("docs/server.md", "sh") if "bench serve" in text]
     port = free_port()
@@ -69,12 +99,22 @@ def test_server_listens_on_the_loopback_address_by_default(
 ) -> None:
     bound: list[tuple[str, int]] = []
 
-    def serve(service: Service, listener: socket.socket) -> bool:
-        bound.append(listener.getsockname())
-        service.close()
-        return True
+    class Http:
+        def __init__(self, listener: socket.socket, *given: object) -> None:
+            bound.append(listener.getsockname())
+            listener.close()
 
-    monkeypatch.setattr("ostinato.server.serve", serve)
+        def __enter__(self) -> Http:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def serve(self, engine: EngineThread, limits: object) -> bool:
+            engine.stop()
+            return True
+
+    monkeypatch.setattr("ostinato.server.http_process.HttpProcess", Http)
     flags = ["--device", "cpu", "--port", "0", "--max-batch", "1", "--max-context", "32"]
     assert main(["serve", str(TINY_LLAMA), *flags, "--no-verify"]) == 0
     assert [address for address, _ in bound] == ["127.0.0.1"]

@@ -26,12 +26,7 @@ def _schema_format(schema: dict[str, Any]) -> dict[str, Any]:
 def full() -> Iterator[Client]:
     """Serve a model whose engine processes logits."""
     engine = make_engine(logits_processing=True)
-    assert engine.grammars is not None
-    service = make_service(
-        lambda: engine,
-        compile_grammar=engine.grammars.compile,
-        template=ChatTemplate({"default": CHATML}, {}, 10.0),
-    )
+    service = make_service(lambda: engine, template=ChatTemplate({"default": CHATML}, {}, 10.0))
     with serving(service) as client:
         yield client
 

@@ -12,9 +12,9 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
 
 from ...engine.logprobs import MOST_LOGPROBS
-from ..engine_thread import Progress
 from ..errors import ApiError
 from ..generation import Generation, by_choice
+from ..jobs import Progress
 from ..logprobs import CompletionLogprobs
 from ..service import Service
 from .dependencies import Served

@@ -12,7 +12,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from ... import __version__
 from ..errors import EngineError
-from ..metrics import EngineNumbers
 from .dependencies import Served
 
 ROUTER = APIRouter()
@@ -44,7 +43,7 @@ async def metrics(service: Served) -> Response:
     """Return all metrics as Prometheus' text; in a long step, the engine's are those of before."""
     numbers = None
     with contextlib.suppress(TimeoutError, EngineError):
-        future = asyncio.wrap_future(service.engine.call(EngineNumbers.of))
+        future = asyncio.wrap_future(service.engine.numbers())
         numbers = await asyncio.wait_for(future, _PATIENCE)
     text = service.metrics.render(service.admission.taken, numbers)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -55,7 +55,7 @@ def test_steps_are_timed_as_bench_engine_does(
     flags += ["--vocab", "250", "--repeats", "2", "--json", str(file)]
     with serving(make_service()) as client:
         assert main(["bench", "serve", "--url", client.url, *flags]) == 0
-        stats = client.service.engine.call(lambda engine: engine.stats).result(10)
+        stats = client.ask(lambda engine: engine.stats)
         assert main(["bench", "serve", "--url", client.url, *flags, "--model", "other"]) == 2
         client.wait_idle()
     (row,) = json.loads(file.read_text())["rows"]
