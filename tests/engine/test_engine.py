@@ -179,7 +179,7 @@ def test_every_step_of_a_prompt_is_timed(most: int, steps: int) -> None:
 
 
 def test_texts_go_on_in_every_step_while_a_long_prompt_comes() -> None:
-    engine = make_engine(prefill_chunk=8, max_prefill_tokens=16)
+    engine = make_engine(prefill_chunk=8, max_prefill_tokens=64)
     growing = engine.submit("abc", SamplingParams(max_tokens=60, ignore_eos=True))
     while not engine.step():
         pass
@@ -191,6 +191,21 @@ def test_texts_go_on_in_every_step_while_a_long_prompt_comes() -> None:
         assert [event.request_id for event in events] == [growing]
         computed.append(engine.stats.prefill_tokens - before)
     assert computed == [16, 32, 48, 64, 80, 90]
+
+
+def test_more_prompts_than_texts_have_whole_steps() -> None:
+    engine = make_engine(prefill_chunk=8, max_prefill_tokens=64)
+    engine.submit("abc", SamplingParams(max_tokens=60, ignore_eos=True))
+    while not engine.step():
+        pass
+    for _ in range(2):
+        engine.submit("x" * 60, SamplingParams(max_tokens=60, ignore_eos=True))
+    computed = [engine.stats.prefill_tokens]
+    while engine.stats.prefill_tokens < 3 + 2 * 60:
+        engine.step()
+        computed.append(engine.stats.prefill_tokens)
+    # The second step leaves both four tokens, and the third what is left.
+    assert computed == [3, 67, 123]
 
 
 def test_an_early_end_leaves_nothing_of_the_step_in_flight() -> None:
