@@ -18,6 +18,13 @@ static_assert(!kPingPong, "the warpgroups of a grouped GEMM share their tiles");
 inline constexpr int kTokenWarps = 3;
 inline constexpr int kCtaThreads = (kConsumers + 1) * kWarpgroup;
 
+// Eight lanes copy a row's 128 bytes of a unit. So a lane has every kRowStep-th row of a tile,
+// which are listed, four together.
+inline constexpr int kRowVectors = 8;
+inline constexpr int kRowsAtOnce = 32 / kRowVectors;  // by a warp
+inline constexpr int kRowStep = kTokenWarps * kRowsAtOnce;
+inline constexpr int kListedRows = round_up(ceil_div(kTokens, kRowStep), 4);
+
 inline constexpr int kTokenBytes = kTokens * kStageDepth;
 inline constexpr int kScaleStages = kBlockScales ? kMaxStages : 1;
 // Scales of a block of packed channels: those of a gated weight, which alternate, are gate's and
@@ -36,7 +43,8 @@ struct alignas(1024) Storage {
   // Block scales of a stage: of its channels, and of its rows.
   alignas(16) float w_scales[kScaleStages][kUnits][kTileScales];
   alignas(16) float x_scales[kScaleStages][kUnits][kTokens];
-  int32_t x_rows[kTokenWarps][kTokens];  // of the tile that each warp copies
+  // Of the tile that each warp copies; -1 for those that do not exist.
+  alignas(16) int32_t x_rows[kTokenWarps][kRowsAtOnce][kListedRows];
   // Scales of a tile's channels, in the packed order, where they are the MMA's columns: for each
   // warpgroup, which has rows of its own.
   float channel_scales[kStagesScales ? kConsumers : 1][kStagesScales ? kChannels : 2];

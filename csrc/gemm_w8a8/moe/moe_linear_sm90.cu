@@ -81,7 +81,8 @@ bool implemented(const MoeLinearParams& params) {
          (params.x_scale != nullptr) == !k16Bit && (params.w_scale != nullptr) == !k16Bit &&
          (params.gated == 0 || params.n % 2 == 0) &&
          (params.gated == 0 || !kBlockScales || params.n % (2 * kScaleChannels) == 0) &&
-         aligned(params.x, params.x_stride * kOperandBytes) && params.tile_channels >= 0 &&
+         aligned(params.x, params.x_stride * kOperandBytes) &&
+         params.x_stride * kOperandBytes <= kLargestSize && params.tile_channels >= 0 &&
          params.tile_channels <= kChannels && params.tile_channels % kTileStep == 0;
 }
 

@@ -39,18 +39,22 @@ class Producer {
     for_each_tile([&](const WorkTile& tile) {
       // Each warp reads only what it has written.
       __syncwarp();
-      for (int row = lane; row < tile.rows; row += 32) {
-        const int of_plan = tile.first_row + row;
-        storage_.x_rows[warp][row] =
-            params_.to_experts != 0 ? params_.rows[of_plan] / params_.top_k : of_plan;
+      for (int entry = lane; entry < kRowsAtOnce * kListedRows; entry += 32) {
+        const int i = entry % kListedRows, first = warp * kRowsAtOnce + entry / kListedRows;
+        (&storage_.x_rows[warp][0][0])[entry] = x_row_of(tile, first + i * kRowStep);
       }
       __syncwarp();
+      int scaled[kLaneScales];
+#pragma unroll
+      for (int i = 0; i < kLaneScales; ++i) {
+        scaled[i] = kBlockScales ? x_row_of(tile, i * kTokenLanes + warp * 32 + lane) : -1;
+      }
       for (int step = 0; step < plan_.depth_steps; ++step) {
         wait(&storage_.empty[position.slot], position.parity ^ 1);
         OSTINATO_DELAY(tokens, true);
-        copy_rows(tile, warp, lane, step, position.slot);
+        copy_rows(warp, lane, step, position.slot);
         if constexpr (kBlockScales) {
-          copy_scales(tile, warp, lane, step, position.slot);
+          copy_scales(tile, scaled, warp * 32 + lane, step, position.slot);
         }
         arrive_when_copied(&storage_.full_tokens[position.slot]);
         position.advance(plan_.stages);
@@ -60,8 +64,8 @@ class Producer {
 
  private:
   static constexpr int kVectorBytes = 16;
-  static constexpr int kRowVectors = kUnitDepth / kVectorBytes;  // a lane of each copies a unit
-  static constexpr int kRowsAtOnce = 32 / kRowVectors;
+  static constexpr int kTokenLanes = kTokenWarps * 32;
+  static constexpr int kLaneScales = ceil_div(kTokens, kTokenLanes);
 
   template <class Visit>
   __device__ __forceinline__ void for_each_tile(const Visit& visit) {
@@ -71,43 +75,84 @@ class Producer {
     }
   }
 
-  // Rows of a tile's end that do not exist stay as they are: nobody reads the results.
-  __device__ __forceinline__ void copy_rows(const WorkTile& tile, int warp, int lane, int step,
-                                            int slot) {
-    const int vector = lane % kRowVectors;
-    const uint32_t tokens = shared_address(ring_ + slot * plan_.stage_bytes + plan_.weight_bytes);
-    for (int first = warp * kRowsAtOnce; first < tile.rows; first += kTokenWarps * kRowsAtOnce) {
-      const int row = first + lane / kRowVectors;
-      if (row >= tile.rows) {
-        break;
-      }
-      const uint8_t* const x =
-          static_cast<const uint8_t*>(params_.x) + storage_.x_rows[warp][row] * params_.x_stride;
-      const uint32_t to = tokens + row * kUnitDepth + (vector ^ row % kGroupRows) * kVectorBytes;
+  // The row of x that is a row of a tile, -1 where that does not exist.
+  __device__ __forceinline__ int x_row_of(const WorkTile& tile, int row) const {
+    if (row >= tile.rows) {
+      return -1;
+    }
+    const int of_plan = tile.first_row + row;
+    return params_.to_experts != 0 ? params_.rows[of_plan] / params_.top_k : of_plan;
+  }
+
+  // Copies a lane's vector of its rows. Rows of a tile's end that do not exist stay as they are:
+  // nobody reads the results.
+  __device__ __forceinline__ void copy_rows(int warp, int lane, int step, int slot) {
+    static_assert(kRowStep % (kGroupRows / 2) == 0, "rows are of two places in the swizzle");
+    const int vector = lane % kRowVectors, group = lane / kRowVectors;
+    const int first = warp * kRowsAtOnce + group;
+    const uint32_t to =
+        shared_address(ring_ + slot * plan_.stage_bytes + plan_.weight_bytes) + first * kUnitDepth;
+    const auto place = [&](int i) {
+      return (vector ^ first % kGroupRows ^ i * kRowStep % kGroupRows) * kVectorBytes +
+             i * kRowStep * kUnitDepth;
+    };
+    const auto row_at = [&](int row, int depth) {
+      return static_cast<const uint8_t*>(params_.x) + depth +
+             uint64_t{static_cast<uint32_t>(row)} * static_cast<uint32_t>(params_.x_stride);
+    };
+    const int depth = step * kStageDepth + vector * kVectorBytes;
+    const int* const rows = storage_.x_rows[warp][group];
+    if ((step + 1) * kStageDepth <= plan_.k_bytes) {
 #pragma unroll
+      for (int four = 0; four < kListedRows; four += 4) {
+        const int4 listed = *reinterpret_cast<const int4*>(rows + four);
+        const int of_four[] = {listed.x, listed.y, listed.z, listed.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (of_four[i] >= 0) {
+            const uint8_t* const from = row_at(of_four[i], depth);
+#pragma unroll
+            for (int unit = 0; unit < kUnits; ++unit) {
+              copy_vector(to + place(four + i) + unit * kTokens * kUnitDepth,
+                          from + unit * kUnitDepth);
+            }
+          }
+        }
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kListedRows && rows[i] >= 0; ++i) {
+#pragma unroll 1
       for (int unit = 0; unit < kUnits; ++unit) {
-        const int depth = step * kStageDepth + unit * kUnitDepth + vector * kVectorBytes;
-        const int bytes = max(0, min(kVectorBytes, plan_.k_bytes - depth));
-        copy_vector_part(to + unit * kTokens * kUnitDepth, x + (bytes > 0 ? depth : 0), bytes);
+        const int of_unit = depth + unit * kUnitDepth;
+        const int bytes = max(0, min(kVectorBytes, plan_.k_bytes - of_unit));
+        copy_vector_part(to + place(i) + unit * kTokens * kUnitDepth,
+                         row_at(rows[i], bytes > 0 ? of_unit : 0), bytes);
       }
     }
   }
 
-  __device__ __forceinline__ void copy_scales(const WorkTile& tile, int warp, int lane, int step,
-                                              int slot) {
+  // By this lane of those that copy tokens: the scales of its rows and of some channels.
+  __device__ __forceinline__ void copy_scales(const WorkTile& tile, const int (&rows)[kLaneScales],
+                                              int lane, int step, int slot) {
     const int groups = ceil_div(params_.k, kUnitDepth);
     const int scales = ceil_div(params_.n, kScaleChannels);
     const int of_half = params_.gated != 0 ? scales / 2 : scales;
     const float* const of_expert = params_.w_scale + int64_t(tile.expert) * groups * scales;
+#pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       const int group = step * kUnits + unit;
-      for (int row = warp * 32 + lane; row < tile.rows; row += kTokenWarps * 32) {
-        copy_word_part(shared_address(&storage_.x_scales[slot][unit][row]),
-                       params_.x_scale + (group < groups ? group * params_.x_scale_stride : 0) +
-                           storage_.x_rows[warp][row],
-                       group < groups);
+      const float* const of_group =
+          params_.x_scale + (group < groups ? group * params_.x_scale_stride : 0);
+#pragma unroll
+      for (int i = 0; i < kLaneScales; ++i) {
+        if (rows[i] >= 0) {
+          copy_word_part(shared_address(&storage_.x_scales[slot][unit][i * kTokenLanes + lane]),
+                         of_group + rows[i], group < groups);
+        }
       }
-      for (int i = warp * 32 + lane; i < kTileScales; i += kTokenWarps * 32) {
+      for (int i = lane; i < kTileScales; i += kTokenLanes) {
         // Of a gated weight, 8 channels of the gate alternate with the same 8 of up.
         const int block = tile.channel / kScaleChannels + i / kAlternatingScales;
         const int next = (kAlternatingScales == 1 ? block : i) % 2;
