@@ -37,6 +37,11 @@ class Producer {
     RingPosition position;
     const int lane = threadIdx.x % 32;
     for_each_tile([&](const WorkTile& tile) {
+      int scaled[kLaneScales];
+#pragma unroll
+      for (int i = 0; i < kLaneScales; ++i) {
+        scaled[i] = kBlockScales ? x_row_of(tile, i * kTokenLanes + warp * 32 + lane) : -1;
+      }
       // Each warp reads only what it has written.
       __syncwarp();
       for (int entry = lane; entry < kRowsAtOnce * kListedRows; entry += 32) {
@@ -44,11 +49,6 @@ class Producer {
         (&storage_.x_rows[warp][0][0])[entry] = x_row_of(tile, first + i * kRowStep);
       }
       __syncwarp();
-      int scaled[kLaneScales];
-#pragma unroll
-      for (int i = 0; i < kLaneScales; ++i) {
-        scaled[i] = kBlockScales ? x_row_of(tile, i * kTokenLanes + warp * 32 + lane) : -1;
-      }
       for (int step = 0; step < plan_.depth_steps; ++step) {
         wait(&storage_.empty[position.slot], position.parity ^ 1);
         OSTINATO_DELAY(tokens, true);
