@@ -77,7 +77,7 @@ def test_every_schedule_gives_the_right_rows(sources: Path, variant: MoeLinear) 
 
 _WAITS = [
     ("producer.cuh", "arrive_expecting(", "wait(&storage_.empty[position.slot]"),
-    ("producer.cuh", "copy_rows(tile, warp", "wait(&storage_.empty[position.slot]"),
+    ("producer.cuh", "copy_rows(warp, lane", "wait(&storage_.empty[position.slot]"),
     ("stages.cuh", "fence_shared_for_tma", "wait(&storage_.full["),
     ("stages.cuh", "fence_shared_for_tma", "wait(&storage_.full_tokens["),
 ]
