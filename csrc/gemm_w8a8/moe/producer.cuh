@@ -42,6 +42,7 @@ class Producer {
       for (int i = 0; i < kLaneScales; ++i) {
         scaled[i] = kBlockScales ? x_row_of(tile, i * kTokenLanes + warp * 32 + lane) : -1;
       }
+      const float* const of_channels = kBlockScales ? w_scale_of(tile, warp * 32 + lane) : nullptr;
       // Each warp reads only what it has written.
       __syncwarp();
       for (int entry = lane; entry < kRowsAtOnce * kListedRows; entry += 32) {
@@ -54,7 +55,7 @@ class Producer {
         OSTINATO_DELAY(tokens, true);
         copy_rows(warp, lane, step, position.slot);
         if constexpr (kBlockScales) {
-          copy_scales(tile, scaled, warp * 32 + lane, step, position.slot);
+          copy_scales(scaled, of_channels, warp * 32 + lane, step, position.slot);
         }
         arrive_when_copied(&storage_.full_tokens[position.slot]);
         position.advance(plan_.stages);
@@ -133,34 +134,43 @@ class Producer {
     }
   }
 
-  // By this lane of those that copy tokens: the scales of its rows and of some channels.
-  __device__ __forceinline__ void copy_scales(const WorkTile& tile, const int (&rows)[kLaneScales],
-                                              int lane, int step, int slot) {
-    const int groups = ceil_div(params_.k, kUnitDepth);
+  // The first group's scale of channels that a lane copies; null if there is none.
+  __device__ __forceinline__ const float* w_scale_of(const WorkTile& tile, int lane) const {
+    static_assert(kTileScales <= kTokenLanes, "a lane copies one");
     const int scales = ceil_div(params_.n, kScaleChannels);
     const int of_half = params_.gated != 0 ? scales / 2 : scales;
-    const float* const of_expert = params_.w_scale + int64_t(tile.expert) * groups * scales;
+    // Of a gated weight, 8 channels of the gate alternate with the same 8 of up.
+    const int block = tile.channel / kScaleChannels + lane / kAlternatingScales;
+    const int next = (kAlternatingScales == 1 ? block : lane) % 2;
+    const int in_half = params_.gated != 0 ? block / 2 : block;
+    if (in_half >= of_half) {
+      return nullptr;
+    }
+    return params_.w_scale + int64_t(tile.expert) * ceil_div(params_.k, kUnitDepth) * scales +
+           (params_.gated != 0 ? in_half + next * of_half : in_half);
+  }
+
+  // By this lane of those that copy tokens: the scales of its rows and of some channels.
+  __device__ __forceinline__ void copy_scales(const int (&rows)[kLaneScales],
+                                              const float* of_channels, int lane, int step,
+                                              int slot) {
+    const int scales = ceil_div(params_.n, kScaleChannels);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       const int group = step * kUnits + unit;
-      const float* const of_group =
-          params_.x_scale + (group < groups ? group * params_.x_scale_stride : 0);
+      const bool exists = group * kUnitDepth < params_.k;
+      const float* const of_rows = params_.x_scale + (exists ? group * params_.x_scale_stride : 0);
 #pragma unroll
       for (int i = 0; i < kLaneScales; ++i) {
         if (rows[i] >= 0) {
           copy_word_part(shared_address(&storage_.x_scales[slot][unit][i * kTokenLanes + lane]),
-                         of_group + rows[i], group < groups);
+                         of_rows + rows[i], exists);
         }
       }
-      for (int i = lane; i < kTileScales; i += kTokenLanes) {
-        // Of a gated weight, 8 channels of the gate alternate with the same 8 of up.
-        const int block = tile.channel / kScaleChannels + i / kAlternatingScales;
-        const int next = (kAlternatingScales == 1 ? block : i) % 2;
-        const int in_half = params_.gated != 0 ? block / 2 : block;
-        const int at = params_.gated != 0 ? in_half + next * of_half : in_half;
-        const bool exists = group < groups && in_half < of_half;
-        copy_word_part(shared_address(&storage_.w_scales[slot][unit][i]),
-                       of_expert + (exists ? int64_t(group) * scales + at : 0), exists);
+      if (lane < kTileScales) {
+        const bool copied = exists && of_channels != nullptr;
+        copy_word_part(shared_address(&storage_.w_scales[slot][unit][lane]),
+                       copied ? of_channels + int64_t(group) * scales : params_.w_scale, copied);
       }
     }
   }

@@ -61,10 +61,9 @@ class MoeLinear(Variant):
     @property
     def channels(self) -> int:
         """Most channels of a tile: as many as sums of its rows leave registers for."""
-        if self.tokens < 128:
-            return 128
+        # Scales of 8 channels take registers, too.
         few = self.block_scales and self.scale_channels == SCALE_CHANNELS
-        return 192 if few else 256
+        return 256 if self.tokens == 128 and not few else 128
 
     @property
     def channel_step(self) -> int:
