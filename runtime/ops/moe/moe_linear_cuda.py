@@ -26,6 +26,8 @@ from ..linear.quantize_cuda import GROUP
 from .packed_experts import pack, tiles_of_expert
 from .plan import TILE_TOKENS, balanced_tiles
 
+_LARGEST_STRIDE = 2**31 - 1 - 1024  # bytes (csrc: kLargestSize)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoeLinear(Variant):
@@ -162,7 +164,7 @@ def moe_gemm(
     with on_device(device):
         if w.dim() == 3:
             w, early = pack(w, gated), False
-        if not is_aligned(x):
+        if not is_aligned(x) or row_stride(x) * x.itemsize > _LARGEST_STRIDE:
             x = aligned_copy(x)
         w_scale = None if w_scale is None else w_scale.contiguous()
         shared = 0  # channels that share a scale of a block
