@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "common/cluster.cuh"
 #include "common/sizes.cuh"
 #include "gemm_w8a8/tiled/config.cuh"
 #include "params.h"
@@ -13,6 +14,10 @@ namespace ostinato::moe {
 using namespace tiled;
 
 static_assert(!kPingPong, "the warpgroups of a grouped GEMM share their tiles");
+
+// Whether two CTAs can be a cluster. They have adjacent tiles of rows and the same channels, and
+// where both tiles are of one expert each copies half of its weights, for both.
+inline constexpr bool kPairs = kTokens == 128;
 
 // One warp copies weights, the others of the producers' warpgroup gather rows of x.
 inline constexpr int kTokenWarps = 3;
@@ -69,20 +74,47 @@ struct Plan {
   int k_bytes;
   int aligned_out;  // two adjacent channels can be stored at once
   int vector_out;   // 8 adjacent channels of 16 bits can be, wherever 8 of them begin
+  int pairs;        // 1: two CTAs are a cluster
 };
+
+__host__ __device__ constexpr int pairs_of(const Plan& plan) { return kPairs ? plan.pairs : 0; }
 
 // A tile of rows of one expert and of its channels.
 struct WorkTile {
   int expert, first_row, rows;
   int channel;  // the first, in the packed order
+  bool shared;  // the CTAs of a pair have the same weights
 };
 
 __device__ __forceinline__ WorkTile work_tile_at(const MoeLinearParams& params, const Plan& plan,
                                                  int tiles, int index) {
   // Tiles of rows first: those of one expert, which read the same weights, run side by side.
-  const int channel_tile = index / tiles;
-  const int* const entry = params.tiles + int64_t(index - channel_tile * tiles) * 4;
-  return {entry[0], entry[1], entry[2] - entry[1], channel_tile * plan.tile_channels};
+  const int pairs = pairs_of(plan);
+  const int groups = (tiles + pairs) >> pairs;
+  const int channel_tile = index / groups;
+  const int channel = channel_tile * plan.tile_channels;
+  const int first = (index - channel_tile * groups) << pairs;
+  const int* const entries = params.tiles + int64_t(first) * 4;
+  if (pairs == 0) {
+    return {entries[0], entries[1], entries[2] - entries[1], channel, false};
+  }
+  // A last tile that has no other beside it has one without rows.
+  const bool alone = first + 1 == tiles;
+  const bool shared = alone || entries[0] == entries[4];
+  const bool second = cluster_rank() != 0;
+  const int* const mine = entries + (second && !alone ? 4 : 0);
+  return {mine[0], mine[1], second && alone ? 0 : mine[2] - mine[1], channel, shared};
+}
+
+// Calls visit(tile) for the tiles of this CTA.
+template <class Visit>
+__device__ __forceinline__ void for_each_tile(const MoeLinearParams& params, const Plan& plan,
+                                              int tiles, const Visit& visit) {
+  const int pairs = pairs_of(plan);
+  const int count = ((tiles + pairs) >> pairs) * plan.channel_tiles;
+  for (int index = blockIdx.x >> pairs; index < count; index += gridDim.x >> pairs) {
+    visit(work_tile_at(params, plan, tiles, index));
+  }
 }
 
 }  // namespace ostinato::moe

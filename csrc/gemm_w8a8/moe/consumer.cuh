@@ -24,12 +24,10 @@ class Consumer : Mainloop {
   __device__ __forceinline__ void run(int tiles) {
     Epilogue epilogue(params_, plan_, storage_, warpgroup_);
     RingPosition position;
-    const int count = tiles * plan_.channel_tiles;
-    for (int index = blockIdx.x; index < count; index += gridDim.x) {
-      const WorkTile tile = work_tile_at(params_, plan_, tiles, index);
+    for_each_tile(params_, plan_, tiles, [&](const WorkTile& tile) {
       if (!has_rows(tile)) {
         pass(position);
-        continue;
+        return;
       }
       epilogue.fetch(tile);
       Sum sums[kBlocks][kSums];
@@ -39,7 +37,7 @@ class Consumer : Mainloop {
       sum(sums, position);
 #endif
       epilogue.store(tile, sums);
-    }
+    });
   }
 
  private:

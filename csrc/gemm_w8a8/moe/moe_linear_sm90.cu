@@ -14,6 +14,7 @@
 
 #include "common/alignment.h"
 #include "common/check.h"
+#include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/sizes.cuh"
 #include "common/tma.cuh"
@@ -27,6 +28,16 @@ namespace ostinato::moe {
 namespace {
 
 using Registers = RegisterTable<2, kDebugPrint>;
+
+// Waits for all threads of a CTA, or of a pair.
+__device__ __forceinline__ void sync_ctas(const Plan& plan) {
+  if (pairs_of(plan) != 0) {
+    __syncwarp();
+    sync_cluster_relaxed();
+  } else {
+    __syncthreads();
+  }
+}
 
 __global__ void __launch_bounds__(kCtaThreads, 1)
     moe_linear(const __grid_constant__ MoeLinearParams params, const __grid_constant__ Plan plan,
@@ -43,11 +54,11 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     for (int i = 0; i < plan.stages; ++i) {
       init_barrier(&fixed.full[i], 1);
       init_barrier(&fixed.full_tokens[i], kTokenWarps * 32);
-      init_barrier(&fixed.empty[i], kConsumers * kWarpgroup / 32);
+      init_barrier(&fixed.empty[i], (1 + pairs_of(plan)) * kConsumers * kWarpgroup / 32);
     }
     fence_barrier_init();
   }
-  __syncthreads();
+  sync_ctas(plan);
   if (producer != 0 || params.early == 0) {
     wait_for_predecessor();
     // Not before: what follows may take for granted that the routing has ended.
@@ -70,6 +81,10 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     }
     Consumer(params, plan, ring, fixed).run(tiles);
   }
+  if (pairs_of(plan) != 0) {
+    // The other CTA may still arrive at this one's barriers.
+    sync_ctas(plan);
+  }
 }
 
 constexpr int kLargestSize = INT32_MAX - 1024;
@@ -83,7 +98,8 @@ bool implemented(const MoeLinearParams& params) {
          (params.gated == 0 || !kBlockScales || params.n % (2 * kScaleChannels) == 0) &&
          aligned(params.x, params.x_stride * kOperandBytes) &&
          params.x_stride * kOperandBytes <= kLargestSize && params.tile_channels >= 0 &&
-         params.tile_channels <= kChannels && params.tile_channels % kTileStep == 0;
+         params.tile_channels <= kChannels && params.tile_channels % kTileStep == 0 &&
+         (params.pairs == 0 || (kPairs && params.pairs == 1));
 }
 
 bool make_plan(const MoeLinearParams& params, Plan* plan) {
@@ -104,6 +120,7 @@ bool make_plan(const MoeLinearParams& params, Plan* plan) {
   if (kDebugPrint && plan->stages > 2) {
     plan->stages = 2;
   }
+  plan->pairs = params.pairs;
   const int64_t row_bytes = params.out_stride * int64_t{sizeof(Output)};
   const int64_t pair = 2 * sizeof(Output);
   plan->aligned_out =
@@ -122,7 +139,7 @@ cudaError_t encode_w(const MoeLinearParams& params, const Plan& plan, CUtensorMa
   const TensorMapShape<3> packed = {
       {kRun, tiles, blocks},
       {1, blocks * kPackedBlockBytes, kPackedBlockBytes},
-      {kRun, uint32_t(plan.tile_channels / kPackedRows), uint32_t(kStageBlocks)}};
+      {kRun, uint32_t(plan.tile_channels / kPackedRows), uint32_t(kStageBlocks >> plan.pairs)}};
   return encode_tensor_map(map, params.w, packed, CU_TENSOR_MAP_SWIZZLE_NONE,
                            CU_TENSOR_MAP_DATA_TYPE_UINT64);
 }
@@ -140,9 +157,10 @@ cudaError_t launch_moe_linear(MoeLinearParams params, cudaStream_t stream) {
   OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
   CUtensorMap w_map;
   OSTINATO_RETURN_IF_ERROR(encode_w(params, plan, &w_map));
-  const int most = params.max_tiles * plan.channel_tiles;
+  const int ctas = 1 + plan.pairs, most = ceil_div(params.max_tiles, ctas) * plan.channel_tiles;
   LaunchConfig config;
-  config.grid = dim3(most < sms ? most : sms);
+  config.grid = dim3((most < sms / ctas ? most : sms / ctas) * ctas);
+  config.cluster = dim3(ctas);
   config.block = dim3(kCtaThreads);
   config.dynamic_smem = kStorageBytes + plan.stages * plan.stage_bytes +
                         (kChannels - plan.tile_channels) * kPackedDepth;

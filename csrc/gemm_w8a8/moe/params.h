@@ -36,6 +36,8 @@ struct MoeLinearParams {
   OSTINATO_FIELD(int32_t, gated);
   // Channels of a CTA's tile, at most those compiled; a multiple of kTileStep. 0: those compiled.
   OSTINATO_OPTIONAL(int32_t, tile_channels);
+  // 1: two CTAs are a cluster and share weights, of kernels for tiles of 128 rows; 0: none are.
+  OSTINATO_OPTIONAL(int32_t, pairs);
   // 1: the preceding kernel does not write rows, tiles and n_tiles, and began when they were
   // written; they and weights are read before it has ended.
   OSTINATO_OPTIONAL(int32_t, early);

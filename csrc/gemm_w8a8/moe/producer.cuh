@@ -18,15 +18,25 @@ class Producer {
   // By one thread.
   __device__ __forceinline__ void copy_weights(const CUtensorMap& map) {
     RingPosition position;
-    for_each_tile([&](const WorkTile& tile) {
+    const int pairs = pairs_of(plan_), blocks = kStageBlocks >> pairs;  // of a copy
+    for_each_tile(params_, plan_, tiles_, [&](const WorkTile& tile) {
       const int packed_tile = tile.expert * plan_.expert_tiles + tile.channel / kPackedRows;
       for (int step = 0; step < plan_.depth_steps; ++step) {
         uint64_t* const full = &storage_.full[position.slot];
         wait(&storage_.empty[position.slot], position.parity ^ 1);
         OSTINATO_DELAY(weights, true);
         arrive_expecting(full, plan_.weight_bytes);
-        tma_load(ring_ + position.slot * plan_.stage_bytes, map, 0, packed_tile,
-                 step * kStageBlocks, full);
+        uint8_t* const stage = ring_ + position.slot * plan_.stage_bytes;
+        if (pairs != 0 && tile.shared) {
+          const int first = static_cast<int>(cluster_rank()) * blocks;
+          tma_load_multicast(stage + first * plan_.block_bytes, map, 0, packed_tile,
+                             step * kStageBlocks + first, full, 0b11);
+        } else {
+          for (int first = 0; first < kStageBlocks; first += blocks) {
+            tma_load(stage + first * plan_.block_bytes, map, 0, packed_tile,
+                     step * kStageBlocks + first, full);
+          }
+        }
         position.advance(plan_.stages);
       }
     });
@@ -36,7 +46,7 @@ class Producer {
   __device__ __forceinline__ void copy_tokens(int warp) {
     RingPosition position;
     const int lane = threadIdx.x % 32;
-    for_each_tile([&](const WorkTile& tile) {
+    for_each_tile(params_, plan_, tiles_, [&](const WorkTile& tile) {
       int scaled[kLaneScales];
 #pragma unroll
       for (int i = 0; i < kLaneScales; ++i) {
@@ -67,14 +77,6 @@ class Producer {
   static constexpr int kVectorBytes = 16;
   static constexpr int kTokenLanes = kTokenWarps * 32;
   static constexpr int kLaneScales = ceil_div(kTokens, kTokenLanes);
-
-  template <class Visit>
-  __device__ __forceinline__ void for_each_tile(const Visit& visit) {
-    const int count = tiles_ * plan_.channel_tiles;
-    for (int index = blockIdx.x; index < count; index += gridDim.x) {
-      visit(work_tile_at(params_, plan_, tiles_, index));
-    }
-  }
 
   // The row of x that is a row of a tile, -1 where that does not exist.
   __device__ __forceinline__ int x_row_of(const WorkTile& tile, int row) const {

@@ -2,6 +2,7 @@
 // and scales in them, multiplies and releases them.
 #pragma once
 
+#include "common/cluster.cuh"
 #include "common/mbarrier.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
@@ -20,7 +21,14 @@ class Stages : public StageOperands<Plan> {
   static constexpr bool kEvenTiles = true;  // kTileStep; those of 8 channels begin with the tile
 
   __device__ Stages(const Plan& plan, uint8_t* ring, Storage& storage)
-      : StageOperands(plan, ring), storage_(storage), releases_(threadIdx.x % 32 == 0) {}
+      : StageOperands(plan, ring),
+        storage_(storage),
+        releases_(static_cast<int>(threadIdx.x % 32) <= pairs_of(plan)),
+        empty_(shared_address(storage.empty)) {
+    if (pairs_of(plan) != 0) {
+      empty_ = remote_address(empty_, threadIdx.x % 2);
+    }
+  }
 
  protected:
   __device__ __forceinline__ void wait_full(const RingPosition& position) {
@@ -38,8 +46,14 @@ class Stages : public StageOperands<Plan> {
   __device__ __forceinline__ void release(int slot) {
     OSTINATO_DELAY(release, warpgroup_ == 0);
     __syncwarp();
-    if (releases_) {
+    if (!releases_) {
+      return;
+    }
+    if (pairs_of(plan_) == 0) {
       arrive(&storage_.empty[slot]);
+    } else {
+      // At both CTAs: what is copied next may be for both.
+      arrive_remote(empty_ + slot * static_cast<int>(sizeof(uint64_t)));
     }
   }
 
@@ -47,6 +61,7 @@ class Stages : public StageOperands<Plan> {
 
  private:
   const bool releases_;
+  uint32_t empty_;  // the first barrier that this thread arrives at
 };
 
 }  // namespace ostinato::moe

@@ -138,6 +138,22 @@ def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -
     return TILE_CHANNELS * (best if 8 * busiest(best) <= 7 * busiest(most) else most)
 
 
+def in_pairs(tokens: int, rows: int, experts: int, k_bytes: int) -> bool:
+    """Return whether pairs of CTAs share the weights of adjacent tiles of an expert.
+
+    Tiles of the most rows wait for the L2, which a pair asks for each weight once. But a pair ends
+    each tile together, and as long after the first of its CTAs as K of about 1000 bytes has saved.
+    And experts whose rows are one tile share nothing.
+
+    Args:
+        tokens: most rows of a tile.
+        rows: of all experts.
+        experts: how many there are.
+        k_bytes: of a row of x.
+    """
+    return tokens == TILE_TOKENS[-1] and k_bytes > 1024 and rows >= experts * tokens
+
+
 def moe_gemm(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -201,6 +217,7 @@ def moe_gemm(
             to_experts=to_experts,
             gated=gated,
             tile_channels=cut,
+            pairs=in_pairs(tile_tokens, rows.size(0), experts, x.size(1) * x.itemsize),
             early=early and pdl.enabled(),
             pdl=pdl.enabled(),
             stream=stream,

@@ -31,10 +31,12 @@ def _variant(dtype: str, out_dtype: str, tokens: int, *, blocks: int = 0) -> Moe
 
 _FEW = _variant("int8", "bf16", 8)
 _BLOCKS = _variant("e4m3", "fp32", 64, blocks=128)
+_PAIRS = _variant("e4m3", "bf16", 128)
 # Channels as rows of the MMA and tokens as rows, one warpgroup and two, pieces of a stage.
 _VARIANTS = (
     _FEW,
     _BLOCKS,
+    _PAIRS,
     _variant("e4m3", "fp32", 16, blocks=128),
     _variant("e4m3", "fp32", 32, blocks=8),
     _variant("e4m3", "fp32", 64, blocks=8),
@@ -43,7 +45,6 @@ _VARIANTS = (
     _variant("fp16", "fp16", 32),
     _variant("bf16", "fp32", 64),
     _variant("int8", "fp32", 128),
-    _variant("e4m3", "bf16", 128),
 )
 
 
@@ -61,16 +62,21 @@ def _program(sources: Path, variant: MoeLinear) -> Path:
     return program
 
 
-def _run(sources: Path, variant: MoeLinear) -> subprocess.CompletedProcess[str]:
-    command = [_program(sources, variant), "0", str(_CASES)]
+def _run(
+    sources: Path, variant: MoeLinear, cases: int = _CASES
+) -> subprocess.CompletedProcess[str]:
+    command = [_program(sources, variant), "0", str(cases)]
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize(
-    "variant", effort(_VARIANTS[1:2], _VARIANTS), ids=lambda variant: variant.name
+    "variant", effort(_VARIANTS[1:3], _VARIANTS), ids=lambda variant: variant.name
 )
 def test_every_schedule_gives_the_right_rows(sources: Path, variant: MoeLinear) -> None:
-    """With NaN behind rows of x, absurd entries behind the last tile, and guarded outputs."""
+    """With NaN behind rows of x, absurd entries behind the last tile, and guarded outputs.
+
+    Pairs of CTAs give the bits of single ones.
+    """
     done = _run(sources, variant)
     assert done.returncode == 0, done.stdout[-3000:]
 
@@ -93,3 +99,16 @@ def test_a_missing_wait_is_found(
     begin = text.rindex(call, 0, text.index(before))
     path.write_text(text[:begin] + text[text.index(";", begin) + 1 :])
     assert _run(sources, _FEW).returncode != 0
+
+
+def test_a_pair_that_overwrites_what_one_still_reads_is_found(
+    sources: Path, tmp_path: Path
+) -> None:
+    """Each CTA's stages are free when both have read them."""
+    sources = shutil.copytree(sources, tmp_path / "csrc")
+    path = sources / "gemm_w8a8" / "moe" / "stages.cuh"
+    text = path.read_text()
+    other = "remote_address(empty_, threadIdx.x % 2)"
+    assert other in text
+    path.write_text(text.replace(other, "remote_address(empty_, cluster_rank())"))
+    assert _run(sources, _PAIRS, 24).returncode != 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from kernels_gemm import load
@@ -23,6 +25,17 @@ _VARIANTS = (
     MoeLinear(dtype="e4m3", out_dtype="bf16", tokens=128, block_scales=True, scale_channels=128),
     MoeLinear(dtype="int8", out_dtype="bf16", tokens=128),
 )
+# Whose CTAs can be in pairs.
+_LARGE = tuple(
+    MoeLinear(
+        dtype=dtype,
+        out_dtype="bf16",
+        tokens=128,
+        block_scales=channels > 0,
+        scale_channels=channels or 8,
+    )
+    for dtype, channels in (("int8", 0), ("e4m3", 0), ("bf16", 0), ("e4m3", 8), ("e4m3", 128))
+)
 _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
 Libraries = dict[tuple[Variant, BuildMode], _C.Library]
@@ -30,12 +43,18 @@ Libraries = dict[tuple[Variant, BuildMode], _C.Library]
 
 @pytest.fixture(scope="module")
 def libraries() -> Libraries:
-    modes = (RELEASE, *(BuildMode(delay_site=site) for site in _SITES))
-    return load([(variant, mode) for variant in _VARIANTS for mode in modes])
+    delayed = [BuildMode(delay_site=site) for site in _SITES]
+    built = [(variant, mode) for variant in _VARIANTS for mode in delayed]
+    return load([*built, *((variant, RELEASE) for variant in {*_VARIANTS, *_LARGE})])
 
 
 def _launch(
-    library: _C.Library, variant: MoeLinear, plan: ops.MoePlan, tile_channels: int
+    library: _C.Library,
+    variant: MoeLinear,
+    plan: ops.MoePlan,
+    tile_channels: int = 0,
+    *,
+    pairs: bool = False,
 ) -> torch.Tensor:
     """Return a gated product of operands that are the same at every call."""
     experts, k = plan.experts, 1500
@@ -78,6 +97,7 @@ def _launch(
         to_experts=True,
         gated=True,
         tile_channels=tile_channels,
+        pairs=pairs,
         pdl=True,
         stream=torch.cuda.current_stream().cuda_stream,
     )
@@ -93,21 +113,43 @@ def _plan(variant: MoeLinear) -> ops.MoePlan:
     return plan
 
 
+def _pairs(variant: MoeLinear) -> tuple[bool, ...]:
+    return (False, True) if variant.tokens == 128 else (False,)
+
+
 @pytest.mark.parametrize("variant", _VARIANTS, ids=lambda variant: variant.name)
 @pytest.mark.parametrize("site", _SITES)
 def test_injected_delays_change_no_bit(libraries: Libraries, site: str, variant: MoeLinear) -> None:
     plan = _plan(variant)
-    expected = _launch(libraries[variant, RELEASE], variant, plan, 0)
-    for _ in range(3):
-        got = _launch(libraries[variant, BuildMode(delay_site=site)], variant, plan, 0)
-        assert torch.equal(got, expected)
+    expected = _launch(libraries[variant, RELEASE], variant, plan)
+    delayed = libraries[variant, BuildMode(delay_site=site)]
+    for _, pairs in product(range(3), _pairs(variant)):
+        assert torch.equal(_launch(delayed, variant, plan, pairs=pairs), expected), pairs
 
 
 @pytest.mark.parametrize("variant", _VARIANTS, ids=lambda variant: variant.name)
 def test_every_size_of_a_tile_gives_the_same_bits(libraries: Libraries, variant: MoeLinear) -> None:
     plan = _plan(variant)
-    expected = _launch(libraries[variant, RELEASE], variant, plan, 0)
+    library = libraries[variant, RELEASE]
+    expected = _launch(library, variant, plan)
     step = variant.channel_step
-    for channels in range(step, variant.channels + 1, step):
-        got = _launch(libraries[variant, RELEASE], variant, plan, channels)
-        assert torch.equal(got, expected), channels
+    for channels, pairs in product(range(step, variant.channels + 1, step), _pairs(variant)):
+        got = _launch(library, variant, plan, channels, pairs=pairs)
+        assert torch.equal(got, expected), (channels, pairs)
+
+
+@pytest.mark.parametrize("variant", _LARGE, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("tokens", [600, 1700])
+def test_pairs_of_ctas_give_the_same_bits(
+    libraries: Libraries, tokens: int, variant: MoeLinear
+) -> None:
+    """All rows of few experts, or spread; a last tile alone, and pairs of two experts."""
+    library = libraries[variant, RELEASE]
+    for experts in (1, 2, 3, 16):
+        logits = torch.randn(tokens, 16)
+        logits[:, :experts] += 100
+        plan = ops.moe_route(logits.cuda(), min(experts, 2))
+        assert plan.tile_tokens == variant.tokens
+        expected = _launch(library, variant, plan)
+        for _ in range(3):
+            assert torch.equal(_launch(library, variant, plan, pairs=True), expected), experts

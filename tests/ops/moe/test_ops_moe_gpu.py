@@ -20,8 +20,8 @@ from ostinato.ops.moe.plan import TILE_TOKENS, MoePlan
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("moe_kernels")]
 
 CUDA = torch.device("cuda")
-# (tokens, experts, top_k) of each size of a token tile.
-ROUTINGS = ((1, 8, 2), (16, 8, 3), (30, 6, 2), (40, 4, 3), (300, 5, 2))
+# (tokens, experts, top_k) of each size of a token tile; the last also in pairs of CTAs.
+ROUTINGS = ((1, 8, 2), (16, 8, 3), (30, 6, 2), (40, 4, 3), (340, 5, 2))
 # (N, K), gated: every tail of either.
 SIZES = ((16, 128), (48, 72), (272, 528), (528, 2048), (1536, 200))
 

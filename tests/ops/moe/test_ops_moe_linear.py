@@ -12,7 +12,7 @@ from ops_cases import E4M3, FLOATS, assert_same_bits, int32
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.moe.moe_linear_cuda import MoeLinear, tile_channels
+from ostinato.ops.moe.moe_linear_cuda import MoeLinear, in_pairs, tile_channels
 from ostinato.ops.moe.moe_linear_torch import multiply_slot_by_slot
 
 
@@ -234,3 +234,13 @@ def test_tiles_are_cut_where_that_spreads_the_reads_of_weights() -> None:
     many = MoeLinear(dtype="int8", out_dtype="bf16", tokens=128)
     # A CTA would read fewer weights in 34 rounds of 224 channels, but its MMAs are of 256.
     assert tile_channels(many, 132, 640, 96) == 256
+
+
+def test_ctas_share_weights_in_large_tiles_of_long_rows() -> None:
+    qwen, mixtral = (2048 * 8, 128), (2048 * 2, 8)
+    assert in_pairs(128, *qwen, 2048)
+    assert in_pairs(128, *mixtral, 14336)
+    assert not in_pairs(128, *qwen, 768)  # its down product
+    assert in_pairs(128, *qwen, 2 * 768)  # of 16 bits
+    assert not in_pairs(128, 1024 * 8, 128, 2048)  # half a tile for each expert
+    assert not in_pairs(64, *qwen, 2048)

@@ -59,6 +59,12 @@ inline void fence_barrier_init() {}
 inline void arrive(uint64_t* barrier) {
   tell_barrier(emulator::rank, shared_address(barrier), 1, 0);
 }
+// Of addresses in a cluster.
+constexpr int kEmulatedRankBit = 24;
+inline void arrive_remote(uint32_t address) {
+  tell_barrier(static_cast<int>(address >> kEmulatedRankBit),
+               address & ((1u << kEmulatedRankBit) - 1), 1, 0);
+}
 inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   tell_barrier(emulator::rank, shared_address(barrier), 1, bytes);
 }

@@ -89,8 +89,8 @@ struct Place {
 };
 
 // What lies outside of the tensor arrives as zeros.
-inline void tma_load(void* to, const CUtensorMap& map, const int (&place)[5], uint64_t* barrier) {
-  const int rank = emulator::rank;
+inline void tma_load_to(int rank, void* to, const CUtensorMap& map, const int (&place)[5],
+                        uint64_t* barrier) {
   const uint32_t address = shared_address(to), barrier_address = shared_address(barrier);
   const EmulatedMap from = map_of(map, place, address);
   Place at;
@@ -104,6 +104,17 @@ inline void tma_load(void* to, const CUtensorMap& map, const int (&place)[5], ui
     });
     tell_barrier(rank, barrier_address, 0, -static_cast<long>(bytes));
   });
+}
+inline void tma_load(void* to, const CUtensorMap& map, const int (&place)[5], uint64_t* barrier) {
+  tma_load_to(emulator::rank, to, map, place, barrier);
+}
+inline void tma_load_multicast(void* to, const CUtensorMap& map, int x, int y, int z,
+                               uint64_t* barrier, uint16_t ctas) {
+  for (int rank = 0; ctas >> rank != 0; ++rank) {
+    if ((ctas >> rank & 1) != 0) {
+      tma_load_to(rank, to, map, {x, y, z, 0, 0}, barrier);
+    }
+  }
 }
 inline void tma_load(void* to, const CUtensorMap& map, int x, int y, int z, uint64_t* barrier) {
   tma_load(to, map, {x, y, z, 0, 0}, barrier);
