@@ -1,5 +1,8 @@
 // Compile-time configuration of one grouped GEMM: that of a tiled GEMM with the same macros, and
 // its own shared memory.
+//
+// -DOSTINATO_QUANTIZES=0|1  1: x has 16 bits, and the kernel quantises it to operands of 8
+// -DOSTINATO_X=bf16|fp16    of x, if OSTINATO_QUANTIZES
 #pragma once
 
 #include <algorithm>
@@ -19,7 +22,17 @@ inline constexpr int kTokenWarps = 3;
 inline constexpr int kCtaThreads = (kConsumers + 1) * kWarpgroup;
 
 inline constexpr int kTokenBytes = kTokens * kStageDepth;
-inline constexpr int kScaleStages = kBlockScales ? kMaxStages : 1;
+
+inline constexpr bool kQuantizes = OSTINATO_QUANTIZES;
+static_assert(!kQuantizes || (!k16Bit && kSmallM),
+              "few rows of 8-bit operands are quantised by each CTA that multiplies them");
+inline constexpr int kXBytes = kQuantizes ? 2 : kOperandBytes;
+// Arrivals at the barrier of a stage's rows: of those who write codes, and of those who copy.
+inline constexpr int kTokenArrivals =
+    (kQuantizes ? kTokenWarps : 0) + (kQuantizes && !kBlockScales ? 0 : kTokenWarps * 32);
+
+// Scales of rows come with each stage where they are of groups, or where the kernel finds them.
+inline constexpr int kScaleStages = kBlockScales || kQuantizes ? kMaxStages : 1;
 // Scales of a block of packed channels: those of a gated weight, which alternate, are gate's and
 // up's. Then a block is half of each.
 inline constexpr int kAlternatingScales = kScaleChannels == 8 ? 1 : 2;
@@ -37,6 +50,7 @@ struct alignas(1024) Storage {
   alignas(16) float w_scales[kScaleStages][kUnits][kTileScales];
   alignas(16) float x_scales[kScaleStages][kUnits][kTokens];
   int32_t x_rows[kTokenWarps][kTokens];  // of the tile that each warp copies
+  float row_scales[kQuantizes && kResultScales ? kTokens : 1];  // of the tile that is quantised
   // Scales of a tile's channels, in the packed order, where they are the MMA's columns: for each
   // warpgroup, which has rows of its own.
   float channel_scales[kStagesScales ? kConsumers : 1][kStagesScales ? kChannels : 2];
@@ -53,6 +67,7 @@ struct Plan {
   int stage_bytes;
   int weight_bytes;
   int block_bytes;  // of a block of K of the tile's channels
+  int x_row_bytes;  // of a row that waits to be quantised, as long as the stages of a tile
   int tile_channels;
   int channel_tiles;  // of an expert
   int expert_tiles;   // packed tiles of 16 channels of an expert

@@ -4,8 +4,8 @@
 // A persistent grid walks the list of row tiles that routing has left on the device, one for each
 // tile of channels: no CTA and no copy is for an expert without rows. Mainloop, operands and the
 // order of summation are those of the tiled GEMM (gemm_w8a8/tiled), but that rows of x are gathered
-// (producer.cuh) and results scattered (epilogue.cuh). Macros: gemm_w8a8/tiled/config.cuh, with
-// OSTINATO_PINGPONG=0.
+// (producer.cuh), or gathered and quantised (quantizing_producer.cuh), and results scattered
+// (epilogue.cuh). Macros: gemm_w8a8/tiled/config.cuh, with OSTINATO_PINGPONG=0, and config.cuh.
 //
 // Any n and k. x has a 16-byte aligned base and row stride. Which weights are needed follows from
 // routing: nothing is read before the preceding kernel has ended, but with params.early the plan,
@@ -22,18 +22,26 @@
 #include "params.h"
 #include "producer.cuh"
 #include "stages.cuh"
+#if OSTINATO_QUANTIZES
+#include "quantizing_producer.cuh"
+#endif
 
 namespace ostinato::moe {
 namespace {
 
 using Registers = RegisterTable<2, kDebugPrint>;
+#if OSTINATO_QUANTIZES
+using TileProducer = QuantizingProducer;
+#else
+using TileProducer = Producer;
+#endif
 
 __global__ void __launch_bounds__(kCtaThreads, 1)
     moe_linear(const __grid_constant__ MoeLinearParams params, const __grid_constant__ Plan plan,
                const __grid_constant__ CUtensorMap w_map) {
   extern __shared__ __align__(1024) uint8_t storage[];
   Storage& fixed = *reinterpret_cast<Storage*>(storage);
-  uint8_t* const ring = storage + kStorageBytes;
+  uint8_t* const ring = storage + kStorageBytes + kTokens * plan.x_row_bytes;
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const int producer = warp - kConsumers * kWarpgroup / 32;
   if (producer == 0) {
@@ -42,13 +50,14 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < plan.stages; ++i) {
       init_barrier(&fixed.full[i], 1);
-      init_barrier(&fixed.full_tokens[i], kTokenWarps * 32);
+      init_barrier(&fixed.full_tokens[i], kTokenArrivals);
       init_barrier(&fixed.empty[i], kConsumers * kWarpgroup / 32);
     }
     fence_barrier_init();
   }
   __syncthreads();
-  if (producer != 0 || params.early == 0) {
+  // Those who quantise rows wait for them when they know which.
+  if (producer < 0 || (producer > 0 && !kQuantizes) || params.early == 0) {
     wait_for_predecessor();
     // Not before: what follows may take for granted that the routing has ended.
     let_successor_start();
@@ -58,7 +67,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     if constexpr (kConsumers > 1) {
       give_up_registers<Registers::kSplit.producer>();
     }
-    Producer producers(params, plan, ring, fixed, tiles);
+    TileProducer producers(params, plan, ring, fixed, tiles);
     if (producer > 0) {
       producers.copy_tokens(producer - 1);
     } else if (elect_lane()) {
@@ -78,10 +87,13 @@ bool implemented(const MoeLinearParams& params) {
   const int64_t k_bytes = int64_t(params.k) * kOperandBytes;
   return params.experts > 0 && params.n > 0 && params.k > 0 && params.top_k > 0 &&
          params.n <= kLargestSize && k_bytes <= kLargestSize && params.max_tiles >= 0 &&
-         (params.x_scale != nullptr) == !k16Bit && (params.w_scale != nullptr) == !k16Bit &&
+         (params.x_scale != nullptr) == (!k16Bit && !kQuantizes) &&
+         (params.w_scale != nullptr) == !k16Bit &&
          (params.gated == 0 || params.n % 2 == 0) &&
          (params.gated == 0 || !kBlockScales || params.n % (2 * kScaleChannels) == 0) &&
-         aligned(params.x, params.x_stride * kOperandBytes) && params.tile_channels >= 0 &&
+         aligned(params.x, params.x_stride * kXBytes) &&
+         (!kQuantizes || (params.k % 8 == 0 && params.k <= kSmemLimit)) &&
+         (params.power_of_two == 0 || (kQuantizes && kBlockScales)) && params.tile_channels >= 0 &&
          params.tile_channels <= kChannels && params.tile_channels % kTileStep == 0;
 }
 
@@ -98,8 +110,11 @@ bool make_plan(const MoeLinearParams& params, Plan* plan) {
   plan->depth_steps = ceil_div(plan->k_bytes, kStageDepth);
   // MMAs of a smaller tile read past its channels, within the ring or behind it.
   const int past = (kChannels - plan->tile_channels) * kPackedDepth;
-  const int room = kSmemLimit - kStorageBytes - past;
-  plan->stages = room / plan->stage_bytes < kMaxStages ? room / plan->stage_bytes : kMaxStages;
+  plan->x_row_bytes = kQuantizes ? plan->depth_steps * kStageDepth * kXBytes : 0;
+  const int64_t waiting = int64_t{kTokens} * plan->x_row_bytes;
+  const int64_t room = int64_t{kSmemLimit} - kStorageBytes - waiting - past;
+  const int64_t stages = room / plan->stage_bytes;
+  plan->stages = stages < kMaxStages ? static_cast<int>(stages) : kMaxStages;
   if (kDebugPrint && plan->stages > 2) {
     plan->stages = 2;
   }
@@ -134,7 +149,7 @@ cudaError_t launch_moe_linear(MoeLinearParams params, cudaStream_t stream) {
   if (params.max_tiles == 0) {
     return cudaSuccess;
   }
-  params.x_stride *= kOperandBytes;
+  params.x_stride *= kXBytes;
   int sms = 0;
   OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
   CUtensorMap w_map;
@@ -143,7 +158,8 @@ cudaError_t launch_moe_linear(MoeLinearParams params, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(most < sms ? most : sms);
   config.block = dim3(kCtaThreads);
-  config.dynamic_smem = kStorageBytes + plan.stages * plan.stage_bytes +
+  config.dynamic_smem = kStorageBytes + kTokens * plan.x_row_bytes +
+                        plan.stages * plan.stage_bytes +
                         (kChannels - plan.tile_channels) * kPackedDepth;
   config.pdl = params.pdl != 0;
   return launch(moe_linear, config, stream, params, plan, w_map);

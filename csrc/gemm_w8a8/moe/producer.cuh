@@ -37,20 +37,14 @@ class Producer {
     RingPosition position;
     const int lane = threadIdx.x % 32;
     for_each_tile([&](const WorkTile& tile) {
-      // Each warp reads only what it has written.
-      __syncwarp();
-      for (int row = lane; row < tile.rows; row += 32) {
-        const int of_plan = tile.first_row + row;
-        storage_.x_rows[warp][row] =
-            params_.to_experts != 0 ? params_.rows[of_plan] / params_.top_k : of_plan;
-      }
-      __syncwarp();
+      find_rows(tile, warp, lane);
       for (int step = 0; step < plan_.depth_steps; ++step) {
         wait(&storage_.empty[position.slot], position.parity ^ 1);
         OSTINATO_DELAY(tokens, true);
         copy_rows(tile, warp, lane, step, position.slot);
         if constexpr (kBlockScales) {
-          copy_scales(tile, warp, lane, step, position.slot);
+          copy_x_scales(tile, warp, lane, step, position.slot);
+          copy_w_scales(tile, warp, lane, step, position.slot);
         }
         arrive_when_copied(&storage_.full_tokens[position.slot]);
         position.advance(plan_.stages);
@@ -58,10 +52,8 @@ class Producer {
     });
   }
 
- private:
+ protected:
   static constexpr int kVectorBytes = 16;
-  static constexpr int kRowVectors = kUnitDepth / kVectorBytes;  // a lane of each copies a unit
-  static constexpr int kRowsAtOnce = 32 / kRowVectors;
 
   template <class Visit>
   __device__ __forceinline__ void for_each_tile(const Visit& visit) {
@@ -70,6 +62,48 @@ class Producer {
       visit(work_tile_at(params_, plan_, tiles_, index));
     }
   }
+
+  // Finds the rows of x of a tile. Each warp reads only what it has written.
+  __device__ __forceinline__ void find_rows(const WorkTile& tile, int warp, int lane) {
+    __syncwarp();
+    for (int row = lane; row < tile.rows; row += 32) {
+      const int of_plan = tile.first_row + row;
+      storage_.x_rows[warp][row] =
+          params_.to_experts != 0 ? params_.rows[of_plan] / params_.top_k : of_plan;
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void copy_w_scales(const WorkTile& tile, int warp, int lane, int step,
+                                                int slot) {
+    const int groups = ceil_div(params_.k, kUnitDepth);
+    const int scales = ceil_div(params_.n, kScaleChannels);
+    const int of_half = params_.gated != 0 ? scales / 2 : scales;
+    const float* const of_expert = params_.w_scale + int64_t(tile.expert) * groups * scales;
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const int group = step * kUnits + unit;
+      for (int i = warp * 32 + lane; i < kTileScales; i += kTokenWarps * 32) {
+        // Of a gated weight, 8 channels of the gate alternate with the same 8 of up.
+        const int block = tile.channel / kScaleChannels + i / kAlternatingScales;
+        const int next = (kAlternatingScales == 1 ? block : i) % 2;
+        const int in_half = params_.gated != 0 ? block / 2 : block;
+        const int at = params_.gated != 0 ? in_half + next * of_half : in_half;
+        const bool exists = group < groups && in_half < of_half;
+        copy_word_part(shared_address(&storage_.w_scales[slot][unit][i]),
+                       of_expert + (exists ? int64_t(group) * scales + at : 0), exists);
+      }
+    }
+  }
+
+  const MoeLinearParams& params_;
+  const Plan& plan_;
+  uint8_t* ring_;
+  Storage& storage_;
+  int tiles_;
+
+ private:
+  static constexpr int kRowVectors = kUnitDepth / kVectorBytes;  // a lane of each copies a unit
+  static constexpr int kRowsAtOnce = 32 / kRowVectors;
 
   // Rows of a tile's end that do not exist stay as they are: nobody reads the results.
   __device__ __forceinline__ void copy_rows(const WorkTile& tile, int warp, int lane, int step,
@@ -93,12 +127,9 @@ class Producer {
     }
   }
 
-  __device__ __forceinline__ void copy_scales(const WorkTile& tile, int warp, int lane, int step,
-                                              int slot) {
+  __device__ __forceinline__ void copy_x_scales(const WorkTile& tile, int warp, int lane, int step,
+                                                int slot) {
     const int groups = ceil_div(params_.k, kUnitDepth);
-    const int scales = ceil_div(params_.n, kScaleChannels);
-    const int of_half = params_.gated != 0 ? scales / 2 : scales;
-    const float* const of_expert = params_.w_scale + int64_t(tile.expert) * groups * scales;
     for (int unit = 0; unit < kUnits; ++unit) {
       const int group = step * kUnits + unit;
       for (int row = warp * 32 + lane; row < tile.rows; row += kTokenWarps * 32) {
@@ -107,24 +138,8 @@ class Producer {
                            storage_.x_rows[warp][row],
                        group < groups);
       }
-      for (int i = warp * 32 + lane; i < kTileScales; i += kTokenWarps * 32) {
-        // Of a gated weight, 8 channels of the gate alternate with the same 8 of up.
-        const int block = tile.channel / kScaleChannels + i / kAlternatingScales;
-        const int next = (kAlternatingScales == 1 ? block : i) % 2;
-        const int in_half = params_.gated != 0 ? block / 2 : block;
-        const int at = params_.gated != 0 ? in_half + next * of_half : in_half;
-        const bool exists = group < groups && in_half < of_half;
-        copy_word_part(shared_address(&storage_.w_scales[slot][unit][i]),
-                       of_expert + (exists ? int64_t(group) * scales + at : 0), exists);
-      }
     }
   }
-
-  const MoeLinearParams& params_;
-  const Plan& plan_;
-  uint8_t* ring_;
-  Storage& storage_;
-  int tiles_;
 };
 
 }  // namespace ostinato::moe

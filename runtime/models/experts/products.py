@@ -15,7 +15,7 @@ from ...ops.linear import block_scales
 from ...ops.linear.block_scales import SCALE_CHANNELS
 from ...ops.linear.quantize_cuda import GROUP, input_kernel
 from ...ops.moe.moe_linear import runs_experts_kernel
-from ...ops.moe.moe_linear_cuda import MoeLinear
+from ...ops.moe.moe_linear_cuda import QUANTIZED_ROWS, MoeLinear
 from ...ops.moe.plan import TILE_TOKENS
 from ..layers import tensors_of
 
@@ -99,6 +99,8 @@ class _StoredExperts(Experts):
         out_dtype: torch.dtype,
         x_scale: torch.Tensor | None = None,
         w_scale: torch.Tensor | None = None,
+        *,
+        power_of_two: bool = False,
     ) -> torch.Tensor:
         return ops.moe_linear(
             x,
@@ -109,6 +111,7 @@ class _StoredExperts(Experts):
             w_scale=w_scale,
             activation="silu_mul" if self.gated else None,
             out_dtype=out_dtype,
+            power_of_two=power_of_two,
             # Rows of experts come from the first product, or from what quantises them.
             early=not self.gated,
         )
@@ -131,8 +134,8 @@ class DenseExperts(_StoredExperts):
 class W8A8Experts(_StoredExperts):
     """Products with 8-bit weights, of which each row has a scale, and inputs quantised per row.
 
-    `weight_scale` [experts, N] fp32. Inputs are quantised per token at run time, or by the fixed
-    fp32 scalar `input_scale`.
+    `weight_scale` [experts, N] fp32. Inputs are quantised per token at run time (rows of experts by
+    the product itself), or by the fixed fp32 scalar `input_scale`.
     """
 
     weight_scale: torch.Tensor
@@ -142,14 +145,16 @@ class W8A8Experts(_StoredExperts):
     def __call__(
         self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        rows, dtype = self._rows(plan, n_active), self.weight.dtype
-        if self.input_scale is None:
-            quantized, scale = ops.quantize_per_token(x, dtype, n_active=rows)
-        else:
+        dtype = self.weight.dtype
+        if self.input_scale is not None:
             scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
             quantized = ops.quantize_per_tensor(
-                x, self.input_scale, dtype, n_active=rows, scale_out=scale
+                x, self.input_scale, dtype, n_active=self._rows(plan, n_active), scale_out=scale
             )
+        elif self.gated:
+            quantized, scale = ops.quantize_per_token(x, dtype, n_active=n_active)
+        else:
+            return self._multiply(x, plan, self.out_dtype, None, self.weight_scale)
         return self._multiply(quantized, plan, self.out_dtype, scale, self.weight_scale)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
@@ -171,10 +176,11 @@ class BlockFP8Experts(_StoredExperts):
     def __call__(
         self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        quantized, scale = ops.quantize_per_group(
-            x, power_of_two=self.power_of_two, n_active=self._rows(plan, n_active)
-        )
-        return self._multiply(quantized, plan, self.out_dtype, scale, self.weight_scale)
+        rounded, w_scale = self.power_of_two, self.weight_scale
+        if not self.gated:
+            return self._multiply(x, plan, self.out_dtype, None, w_scale, power_of_two=rounded)
+        quantized, scale = ops.quantize_per_group(x, power_of_two=rounded, n_active=n_active)
+        return self._multiply(quantized, plan, self.out_dtype, scale, w_scale)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
         shared = block_scales.scale_channels(self.weight_scale[0], self.shape[0])
@@ -202,6 +208,9 @@ def experts_kernels(
         found.append(input_kernel("per_token", dtype, weight_dtype, group))
     if weight_dtype is not torch.float32:
         names = (KERNEL_NAMES[weight_dtype], KERNEL_NAMES[out_dtype])
+        kinds = [(tokens, "") for tokens in TILE_TOKENS]
+        if weight_dtype.itemsize < dtype.itemsize == out_dtype.itemsize == 2:
+            kinds += [(t, KERNEL_NAMES[dtype]) for t in TILE_TOKENS if t <= QUANTIZED_ROWS]
         found += [
             MoeLinear(
                 dtype=names[0],
@@ -209,8 +218,9 @@ def experts_kernels(
                 tokens=tokens,
                 block_scales=bool(scale_channels),
                 scale_channels=shared,
+                x_dtype=x_dtype,
             )
             for shared in scale_channels or (SCALE_CHANNELS,)
-            for tokens in TILE_TOKENS
+            for tokens, x_dtype in kinds
         ]
     return found

@@ -14,7 +14,7 @@ from ...jit.loader import load
 from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.targets import HOPPER
-from ...jit.variant import FLOAT_DTYPES, Variant, check
+from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from ..common.sizes import ceil_div
@@ -26,17 +26,26 @@ from ..linear.quantize_cuda import GROUP
 from .packed_experts import pack, tiles_of_expert
 from .plan import TILE_TOKENS, balanced_tiles
 
+MOST_QUANTIZED_ROWS = 16  # of a tile whose x a kernel can quantise (csrc: kSmallM)
+# Of a tile whose x is quantised by the product, and of its K: with more of them a launch of its own
+# costs less than to repeat this for all tiles of channels. docs/notebooks/moe.md
+QUANTIZED_ROWS = 8
+QUANTIZED_K = 2048
+VECTOR = 8  # elements of x of 16 bits that are read at once
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoeLinear(Variant):
     """Grouped GEMM of packed experts (TMA, wgmma).
 
     Args:
-        dtype: of x and w.
+        dtype: of the operands: of w, and of x unless the kernel quantises it.
         out_dtype: of the output: for 16-bit operands their own, or fp32.
         tokens: most rows of a tile: 8, 16, 32, 64 or 128.
         block_scales: a scale for each 128 of K of a row, and of `scale_channels`, for e4m3.
         scale_channels: 8 or, with block scales, 128.
+        x_dtype: bf16 or fp16: x's, which the kernel quantises to `dtype`, for tiles of few rows;
+            empty: x has `dtype`.
     """
 
     family: ClassVar[str] = "moe_linear"
@@ -48,6 +57,7 @@ class MoeLinear(Variant):
     tokens: int
     block_scales: bool = False
     scale_channels: int = SCALE_CHANNELS
+    x_dtype: str = ""
 
     def __post_init__(self) -> None:
         check("dtype", self.dtype, GEMM_DTYPES)
@@ -57,6 +67,8 @@ class MoeLinear(Variant):
             raise ValueError(f"block_scales: got True with dtype {self.dtype!r}, expected 'e4m3'")
         allowed = (SCALE_CHANNELS, GROUP) if self.block_scales else (SCALE_CHANNELS,)
         check("scale_channels", self.scale_channels, allowed)
+        quantizes = self.dtype in OPERAND_DTYPES and self.tokens <= MOST_QUANTIZED_ROWS
+        check("x_dtype", self.x_dtype, ("", *DTYPES_16_BIT) if quantizes else ("",))
 
     @property
     def channels(self) -> int:
@@ -77,7 +89,11 @@ class MoeLinear(Variant):
     def name(self) -> str:
         tile = f"{self.channels}x{self.tokens}"
         name = f"{self.family}-{self.dtype}-{self.out_dtype}-{tile}"
-        options = (("block_scales", self.block_scales), ("128", self.scale_channels == GROUP))
+        options = (
+            ("block_scales", self.block_scales),
+            ("128", self.scale_channels == GROUP),
+            (f"of_{self.x_dtype}", bool(self.x_dtype)),
+        )
         return "-".join((name, *(option for option, chosen in options if chosen)))
 
     def defines(self) -> dict[str, str]:
@@ -90,23 +106,45 @@ class MoeLinear(Variant):
             "OSTINATO_FAST_ACCUM": str(int(self.dtype == "e4m3" and not self.block_scales)),
             "OSTINATO_BLOCK_SCALES": str(int(self.block_scales)),
             "OSTINATO_SCALE_CHANNELS": str(self.scale_channels),
+            "OSTINATO_QUANTIZES": str(int(bool(self.x_dtype))),
+            **({"OSTINATO_X": self.x_dtype} if self.x_dtype else {}),
         }
 
 
-MOE_LINEAR = tuple(
-    MoeLinear(
-        dtype=dtype,
-        out_dtype=out_dtype,
-        tokens=tokens,
-        block_scales=block_scales,
-        scale_channels=scale_channels,
-    )
-    for dtype, block_scales, scale_channels in (
-        *((dtype, False, SCALE_CHANNELS) for dtype in ("int8", "e4m3", *DTYPES_16_BIT)),
-        *(("e4m3", True, channels) for channels in (SCALE_CHANNELS, GROUP)),
-    )
-    for tokens, out_dtype in product(TILE_TOKENS, FLOAT_DTYPES)
-    if out_dtype in out_dtypes(dtype)
+_SCALES_OF_8_BITS = (
+    *((dtype, False, SCALE_CHANNELS) for dtype in OPERAND_DTYPES),
+    *(("e4m3", True, channels) for channels in (SCALE_CHANNELS, GROUP)),
+)
+MOE_LINEAR = (
+    *(
+        MoeLinear(
+            dtype=dtype,
+            out_dtype=out_dtype,
+            tokens=tokens,
+            block_scales=block_scales,
+            scale_channels=scale_channels,
+        )
+        for dtype, block_scales, scale_channels in (
+            *_SCALES_OF_8_BITS,
+            *((dtype, False, SCALE_CHANNELS) for dtype in DTYPES_16_BIT),
+        )
+        for tokens, out_dtype in product(TILE_TOKENS, FLOAT_DTYPES)
+        if out_dtype in out_dtypes(dtype)
+    ),
+    # Results have the dtype of x.
+    *(
+        MoeLinear(
+            dtype=dtype,
+            out_dtype=x_dtype,
+            tokens=tokens,
+            block_scales=block_scales,
+            scale_channels=scale_channels,
+            x_dtype=x_dtype,
+        )
+        for dtype, block_scales, scale_channels in _SCALES_OF_8_BITS
+        for tokens, x_dtype in product(TILE_TOKENS, DTYPES_16_BIT)
+        if tokens <= MOST_QUANTIZED_ROWS
+    ),
 )
 register_family(MoeLinear, MOE_LINEAR)
 
@@ -137,6 +175,21 @@ def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -
     return TILE_CHANNELS * (best if 8 * busiest(best) <= 7 * busiest(most) else most)
 
 
+def quantizes_rows(x: torch.Tensor, out_dtype: torch.dtype, tile_tokens: int) -> bool:
+    """Return whether the product quantises x of 16 or 32 bits itself.
+
+    What this says may differ between numbers of tokens: the bits of the results do not.
+
+    Args:
+        x: [rows, K].
+        out_dtype: of the results.
+        tile_tokens: of the plan.
+    """
+    k = x.size(1)
+    few = tile_tokens <= QUANTIZED_ROWS and k <= QUANTIZED_K and k % VECTOR == 0
+    return few and KERNEL_NAMES[x.dtype] in DTYPES_16_BIT and out_dtype is x.dtype
+
+
 def moe_gemm(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -146,6 +199,7 @@ def moe_gemm(
     to_experts: bool,
     gated: bool,
     early: bool,
+    power_of_two: bool,
     top_k: int,
     rows: torch.Tensor,
     experts: int,
@@ -169,12 +223,14 @@ def moe_gemm(
         shared = 0  # channels that share a scale of a block
         if w_scale is not None and w_scale.dim() == 3:
             shared = scale_channels(w_scale[0], channels)
+        quantizes = x.dtype is not w.dtype
         variant = MoeLinear(
-            dtype=KERNEL_NAMES[x.dtype],
+            dtype=KERNEL_NAMES[w.dtype],
             out_dtype=KERNEL_NAMES[out.dtype],
             tokens=tile_tokens,
             block_scales=shared > 0,
             scale_channels=shared or SCALE_CHANNELS,
+            x_dtype=KERNEL_NAMES[x.dtype] if quantizes else "",
         )
         _, sms = gpu(device)
         expected = balanced_tiles(rows.size(0), experts, tile_tokens)
@@ -200,6 +256,7 @@ def moe_gemm(
             to_experts=to_experts,
             gated=gated,
             tile_channels=cut,
+            power_of_two=power_of_two and quantizes,
             early=early and pdl.enabled(),
             pdl=pdl.enabled(),
             stream=stream,

@@ -1,6 +1,9 @@
 // Random calls of one grouped GEMM against products in fp64: program FIRST COUNT. Exit code 1 if
 // any is wrong.
 //
+// With -DCASES_X=bf16|fp16 rows of x are made in 16 bits, some of them zero, tiny or no numbers,
+// and quantised here, unless the kernel does it: kernels that differ only in that print the same.
+//
 // First, since it takes CUDA's own words away from what follows.
 #include "emulator.h"
 // Then what the cases need, and the kernel.
@@ -9,6 +12,7 @@
 #include <vector>
 
 #include "gemm_w8a8/moe/moe_linear_sm90.cu"
+#include "moe_linear_rows.h"
 
 namespace {
 
@@ -19,6 +23,9 @@ using ostinato::round_up;
 
 constexpr int kChannelCounts[] = {1, 8, 16, 24, 30, 64, 130, 272};
 constexpr int kDepths[] = {1, 16, 100, 128, 200, 520};
+#ifdef CASES_X
+using WideX = ostinato::tiled::dtype::CASES_X;
+#endif
 constexpr float kPoison = 77.0f;
 
 struct Case {
@@ -27,6 +34,8 @@ struct Case {
   std::vector<int> ids, rows, tiles;  // an expert of each slot, or -1
   int n_tiles, n_rows;
   std::vector<uint8_t> x, w;  // rows of x, and [experts][n][k]
+  std::vector<uint16_t> wide_x;  // rows of x in 16 bits, if any
+  bool power_of_two;
   std::vector<float> x_scale, w_scale;
   int scale_stride;
 
@@ -114,21 +123,34 @@ Case make_case(std::mt19937_64& random) {
   made.tiles.insert(made.tiles.end(), {1 << 30, 1 << 30, 1 << 30, 0});
   std::normal_distribution<float> normal;
   const auto value = [&] { return std::clamp(normal(random), -3.0f, 3.0f); };
+  made.scale_stride = round_up(made.x_rows(), 4);
+  made.x_scale.resize(kBlockScales ? made.groups() * made.scale_stride : made.x_rows());
+#ifdef CASES_X
+  made.k = round_up(made.k, 8);
+  made.stride = round_up(made.k, 16) + 16 * draw(0, 1);
+  made.power_of_two = kBlockScales && draw(0, 1) != 0;
+  const rows::Shape shape = {made.x_rows(), made.k, made.stride, made.scale_stride};
+  made.wide_x = rows::random_rows<WideX>(shape, random);
+  made.x.assign(size_t{1} * made.x_rows() * made.stride, 0x7f);
+  rows::quantize<WideX, kInt8, kBlockScales>(made.wide_x, shape, made.power_of_two, made.x,
+                                             made.x_scale);
+#else
   made.x.assign(size_t{1} * made.x_rows() * made.stride * kOperandBytes, 0x7f);  // NaN in e4m3
   for (int row = 0; row < made.x_rows(); ++row) {
     for (int i = 0; i < made.k; ++i) {
       put(&made.x[(size_t{1} * row * made.stride + i) * kOperandBytes], value());
     }
   }
+#endif
   made.w.resize(size_t{1} * made.experts * made.n * made.k * kOperandBytes);
   for (size_t i = 0; i < made.w.size(); i += kOperandBytes) {
     put(&made.w[i], k16Bit ? value() / 16 : value());
   }
   const auto scale = [&] { return (0.5f + draw(0, 9) * 0.1f) / (kInt8 ? 4096.0f : 4.0f); };
-  made.scale_stride = round_up(made.x_rows(), 4);
-  made.x_scale.resize(kBlockScales ? made.groups() * made.scale_stride : made.x_rows());
-  made.w_scale.resize(made.experts * (kBlockScales ? made.groups() * made.scales() : made.n));
+#ifndef CASES_X
   std::generate(made.x_scale.begin(), made.x_scale.end(), scale);
+#endif
+  made.w_scale.resize(made.experts * (kBlockScales ? made.groups() * made.scales() : made.n));
   std::generate(made.w_scale.begin(), made.w_scale.end(), scale);
   return made;
 }
@@ -185,12 +207,14 @@ bool run_case(int seed) {
   Output* const out =
       aligned_copy(std::vector<Output>(size_t{1} * slots * out_stride, Output(kPoison)));
   uint8_t* const x = aligned_copy(made.x);
+  uint16_t* const wide_x = aligned_copy(made.wide_x);
   uint8_t* const w = aligned_copy(packed(made));
   MoeLinearParams params = {};
-  params.x = x;
+  params.x = kQuantizes ? static_cast<const void*>(wide_x) : x;
+  params.power_of_two = kQuantizes && made.power_of_two ? 1 : 0;
   params.x_stride = made.stride;
   params.w = w;
-  params.x_scale = k16Bit ? nullptr : made.x_scale.data();
+  params.x_scale = k16Bit || kQuantizes ? nullptr : made.x_scale.data();
   params.x_scale_stride = made.scale_stride;
   params.w_scale = k16Bit ? nullptr : made.w_scale.data();
   params.rows = made.rows.data();
@@ -231,18 +255,20 @@ bool run_case(int seed) {
       written[at] = true;
       const double got = static_cast<float>(out[at]);
       const double unit = sizeof(Output) == 4 ? 1e-5 : 8e-3;
-      wrong +=
-          std::abs(got - want) <= unit * (std::abs(want) + (sizeof(Output) == 4 ? 1 : 0.1)) ? 0 : 1;
+      const double most = unit * (std::abs(want) + (sizeof(Output) == 4 ? 1 : 0.1));
+      wrong += std::isnan(want) ? !std::isnan(got) : !(std::abs(got - want) <= most);
     }
   }
   int outside = 0;
   for (size_t i = 0; i < written.size(); ++i) {
     outside += !written[i] && static_cast<float>(out[i]) != kPoison ? 1 : 0;
   }
+  const uint64_t bits = rows::hash(out, size_t{1} * slots * out_stride * sizeof(Output));
   std::free(out);
+  std::free(wide_x);
   std::free(x);
   std::free(w);
-  std::printf(wrong + outside == 0 ? ": right\n" : ": %d wrong, %d outside\n", wrong, outside);
+  std::printf(": %d wrong, %d outside, bits %016lx\n", wrong, outside, bits);
   return wrong + outside == 0;
 }
 

@@ -12,7 +12,7 @@ from ops_cases import E4M3, FLOATS, assert_same_bits, int32
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.moe.moe_linear_cuda import MoeLinear, tile_channels
+from ostinato.ops.moe.moe_linear_cuda import MoeLinear, quantizes_rows, tile_channels
 from ostinato.ops.moe.moe_linear_torch import multiply_slot_by_slot
 
 
@@ -51,6 +51,63 @@ def test_each_format_as_its_twin(form: str, activation: str | None, to: str, pac
         got = ops.moe_linear(x, weight, plan, out_dtype=out_dtype, **options)
         assert got.dtype is out_dtype
         assert_near(got, exact, k)
+
+
+@pytest.mark.parametrize("to", ["experts", "slots"])
+@pytest.mark.parametrize("form", ["int8", "e4m3", "block", "block128"])
+def test_wide_rows_are_quantised_first(form: str, to: str, device: torch.device) -> None:
+    """With the bits of the ops that quantise; rows without an expert may be anything."""
+    tokens, experts, top_k, n, k = 5, 6, 2, 48, 200
+    plan = ops.moe_route(
+        torch.randn(tokens, experts).to(device), top_k, n_active=int32([4], device)
+    )
+    rows = tokens if to == "experts" else tokens * top_k
+    codes, w, scales = operands(form, rows, experts, n, k, device)
+    groups = form in ("block", "block128")
+    for dtype, early, power_of_two in (
+        (torch.bfloat16, True, False),
+        (torch.float16, False, groups),
+        (torch.float32, True, groups),
+    ):
+        x = torch.randn(rows, k).to(device, dtype)
+        x[-1] = math.nan if to == "slots" else 0
+        if groups:
+            codes, x_scale = ops.quantize_per_group(x, power_of_two=power_of_two)
+        else:
+            codes, x_scale = ops.quantize_per_token(x, w.dtype)
+        options: dict[str, Any] = {"to": to, "w_scale": scales["w_scale"], "out_dtype": dtype}
+        shape = (rows, n) if to == "slots" else (tokens * top_k, n)
+        want, got = (torch.full(shape, 7.0, dtype=dtype, device=device) for _ in range(2))
+        outs = [t.view(tokens, top_k, n) if to == "slots" else t for t in (want, got)]
+        ops.moe_linear(codes, w, plan, x_scale=x_scale, out=outs[0], **options)
+        more = {"early": early, "power_of_two": power_of_two}
+        ops.moe_linear(x, ops.pack_experts(w), plan, out=outs[1], **options, **more)
+        assert_same_bits(got, want)
+        assert ops.moe_linear(x, w, plan, to=to, w_scale=scales["w_scale"]).dtype is dtype
+
+
+def test_wide_rows_as_the_twin() -> None:
+    device = torch.device("cpu")
+    plan = routing(5, 6, 2, device)
+    for form in ("int8", "e4m3", "block", "block128"):
+        _, w, scales = operands(form, 10, 6, 48, 200, device)
+        x = torch.randn(10, 200)
+        for power_of_two in (False, True)[: 1 + form.startswith("block")]:
+            options: dict[str, Any] = {"to": "slots", "w_scale": scales["w_scale"]}
+            options["power_of_two"] = power_of_two
+            exact = expected_of(x, w, plan, torch.float64, **options)
+            assert_near(ops.moe_linear(x, w, plan, **options), exact, 200)
+
+
+def test_when_the_product_quantises_rows() -> None:
+    """Few rows a tile, whole vectors, and results like x."""
+    x = torch.zeros(8, 768, dtype=torch.bfloat16)
+    assert quantizes_rows(x, torch.bfloat16, 8)
+    assert not quantizes_rows(x, torch.bfloat16, 32)
+    assert not quantizes_rows(x, torch.float32, 8)
+    assert not quantizes_rows(x.float(), torch.float32, 8)
+    assert not quantizes_rows(x[:, :764], torch.bfloat16, 8)
+    assert not quantizes_rows(torch.zeros(1, 14336).half(), torch.float16, 8)
 
 
 def test_dtype_of_the_result_by_default() -> None:
@@ -134,6 +191,7 @@ def test_a_gated_tile_has_both_halves() -> None:
 PLAN = routing(2, 4, 2, torch.device("cpu"))
 X, W, SCALES = operands("e4m3", 2, 4, 16, 32, torch.device("cpu"))
 ROWS = operands("block", 2, 4, 24, 300, torch.device("cpu"))
+NO_SCALES = {"x_scale": None, "w_scale": None}
 WIDE = operands("block128", 2, 4, 384, 300, torch.device("cpu"))
 
 
@@ -144,7 +202,16 @@ WIDE = operands("block128", 2, 4, 384, 300, torch.device("cpu"))
         ({"to": "slots"}, ValueError, "x: got 2 rows, expected 4"),
         ({"to": "tokens"}, ValueError, "to: got 'tokens', expected 'experts' or 'slots'"),
         ({"x": X.double()}, TypeError, "x: got dtype torch.float64"),
-        ({"x": X.float()}, TypeError, "w: got dtype torch.float8_e4m3fn, expected torch.float32"),
+        ({"x": X.float()}, ValueError, "x_scale: got a tensor, expected None for x of torch.floa"),
+        ({"x": X.half(), **NO_SCALES}, ValueError, "w_scale: got None, expected a tensor for tor"),
+        ({"x": X.half(), "x_scale": None, "w": W.float()}, TypeError, "w: got dtype torch.float32"),
+        ({"power_of_two": 1}, TypeError, "power_of_two: got int"),
+        ({"power_of_two": True}, ValueError, "power_of_two: got True, expected False where x is"),
+        (
+            {"x": X.half(), "x_scale": None, "power_of_two": True},
+            ValueError,
+            "power_of_two: got True, expected False where x is not quantised by groups",
+        ),
         ({"w": W[:3]}, ValueError, r"w: got shape \[3, 16, 32\], expected \[4, N, 32\]"),
         ({"w": W.view(torch.int8)}, TypeError, "w: got dtype torch.int8"),
         ({"w": ops.pack_experts(W[:, :, :31])}, ValueError, r"w: got shape \[4, 16, 31\]"),

@@ -30,12 +30,8 @@ def block(
     first = dict(zip(names, scales[:2], strict=False))
     h = ops.moe_linear(x, gate_up, plan, to="experts", activation="silu_mul", **first)
     second: dict[str, Any] = {}
-    if len(scales) and scales[0].dim() == 2:
-        h, x_scale = ops.quantize_per_group(h, n_active=plan.n_rows)
-        second = dict(zip(names, (x_scale, scales[2]), strict=True))
-    elif len(scales):
-        h, x_scale = ops.quantize_per_token(h, x.dtype, n_active=plan.n_rows)
-        second = dict(zip(names, (x_scale, scales[2]), strict=True))
+    if len(scales):
+        second = {"w_scale": scales[2], "power_of_two": scales[0].dim() == 2, "early": True}
     y = ops.moe_linear(h, down, plan, to="slots", out_dtype=residual.dtype, **second)
     return ops.moe_combine(
         y, plan, residual=residual, norm_weight=weight, quantize=torch.int8, shared=residual
@@ -82,9 +78,11 @@ def test_opcheck(device: torch.device) -> None:
     router = (logits, "softmax", True, 1.0, None, 1, 1, "max", None, *plan)
     tables = (plan.ids, plan.rows, plan.offsets, plan.tiles, plan.n_tiles, plan.tile_tokens)
     rows = torch.zeros(12, 64, dtype=x.dtype, device=device)
-    first = (x, gate_up, None, None, 128, True, True, False, *tables, rows)
+    first = (x, gate_up, None, None, 128, True, True, False, False, *tables, rows)
     slots = torch.zeros(6, 2, 128, dtype=x.dtype, device=device)
-    second = (rows, down, None, None, 128, False, False, True, *tables, slots)
+    second = (rows, down, None, None, 128, False, False, True, False, *tables, slots)
+    codes, scale = down.to(torch.int8), torch.ones(8, 128, device=device)
+    quantising = (rows, codes, None, scale, 128, False, False, True, False, *tables, slots)
     total, normed = torch.zeros_like(residual), torch.zeros_like(residual)
     rest = (residual, None, residual, weight, 1e-6, False)
     sums = (slots, plan.ids, plan.weights, *rest, total, normed, None)
@@ -93,6 +91,7 @@ def test_opcheck(device: torch.device) -> None:
         ("moe_route", router),
         ("moe_linear", first),
         ("moe_linear", second),
+        ("moe_linear", quantising),
         ("moe_combine", sums),
     ):
         op = getattr(torch.ops.ostinato, name).default
