@@ -49,7 +49,7 @@ struct alignas(1024) Storage {
   // Block scales of a stage: of its channels, and of its rows.
   alignas(16) float w_scales[kScaleStages][kUnits][kTileScales];
   alignas(16) float x_scales[kScaleStages][kUnits][kTokens];
-  int32_t x_rows[kTokenWarps][kTokens];  // of the tile that each warp copies
+  int32_t x_rows[kTokenWarps][kTokens];                         // of the tile that each warp copies
   float row_scales[kQuantizes && kResultScales ? kTokens : 1];  // of the tile that is quantised
   // Scales of a tile's channels, in the packed order, where they are the MMA's columns: for each
   // warpgroup, which has rows of its own.
@@ -67,7 +67,7 @@ struct Plan {
   int stage_bytes;
   int weight_bytes;
   int block_bytes;  // of a block of K of the tile's channels
-  int x_row_bytes;  // of a row that waits to be quantised, as long as the stages of a tile
+  int x_row_bytes;  // of a row that waits to be quantised: as many elements as a tile's stages have
   int tile_channels;
   int channel_tiles;  // of an expert
   int expert_tiles;   // packed tiles of 16 channels of an expert
@@ -77,6 +77,11 @@ struct Plan {
   int aligned_out;  // two adjacent channels can be stored at once
   int vector_out;   // 8 adjacent channels of 16 bits can be, wherever 8 of them begin
 };
+
+// Of the rows of a tile that wait to be quantised, in front of the ring.
+__host__ __device__ constexpr int waiting_bytes(const Plan& plan) {
+  return kQuantizes ? kTokens * plan.x_row_bytes : 0;
+}
 
 // A tile of rows of one expert and of its channels.
 struct WorkTile {

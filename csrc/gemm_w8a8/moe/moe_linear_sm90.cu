@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
                const __grid_constant__ CUtensorMap w_map) {
   extern __shared__ __align__(1024) uint8_t storage[];
   Storage& fixed = *reinterpret_cast<Storage*>(storage);
-  uint8_t* const ring = storage + kStorageBytes + kTokens * plan.x_row_bytes;
+  uint8_t* const ring = storage + kStorageBytes + waiting_bytes(plan);
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const int producer = warp - kConsumers * kWarpgroup / 32;
   if (producer == 0) {
@@ -88,8 +88,7 @@ bool implemented(const MoeLinearParams& params) {
   return params.experts > 0 && params.n > 0 && params.k > 0 && params.top_k > 0 &&
          params.n <= kLargestSize && k_bytes <= kLargestSize && params.max_tiles >= 0 &&
          (params.x_scale != nullptr) == (!k16Bit && !kQuantizes) &&
-         (params.w_scale != nullptr) == !k16Bit &&
-         (params.gated == 0 || params.n % 2 == 0) &&
+         (params.w_scale != nullptr) == !k16Bit && (params.gated == 0 || params.n % 2 == 0) &&
          (params.gated == 0 || !kBlockScales || params.n % (2 * kScaleChannels) == 0) &&
          aligned(params.x, params.x_stride * kXBytes) &&
          (!kQuantizes || (params.k % 8 == 0 && params.k <= kSmemLimit)) &&
@@ -111,10 +110,8 @@ bool make_plan(const MoeLinearParams& params, Plan* plan) {
   // MMAs of a smaller tile read past its channels, within the ring or behind it.
   const int past = (kChannels - plan->tile_channels) * kPackedDepth;
   plan->x_row_bytes = kQuantizes ? plan->depth_steps * kStageDepth * kXBytes : 0;
-  const int64_t waiting = int64_t{kTokens} * plan->x_row_bytes;
-  const int64_t room = int64_t{kSmemLimit} - kStorageBytes - waiting - past;
-  const int64_t stages = room / plan->stage_bytes;
-  plan->stages = stages < kMaxStages ? static_cast<int>(stages) : kMaxStages;
+  const int room = kSmemLimit - kStorageBytes - waiting_bytes(*plan) - past;
+  plan->stages = room / plan->stage_bytes < kMaxStages ? room / plan->stage_bytes : kMaxStages;
   if (kDebugPrint && plan->stages > 2) {
     plan->stages = 2;
   }
@@ -158,8 +155,7 @@ cudaError_t launch_moe_linear(MoeLinearParams params, cudaStream_t stream) {
   LaunchConfig config;
   config.grid = dim3(most < sms ? most : sms);
   config.block = dim3(kCtaThreads);
-  config.dynamic_smem = kStorageBytes + kTokens * plan.x_row_bytes +
-                        plan.stages * plan.stage_bytes +
+  config.dynamic_smem = kStorageBytes + waiting_bytes(plan) + plan.stages * plan.stage_bytes +
                         (kChannels - plan.tile_channels) * kPackedDepth;
   config.pdl = params.pdl != 0;
   return launch(moe_linear, config, stream, params, plan, w_map);

@@ -18,13 +18,11 @@ namespace ostinato::moe {
 
 class QuantizingProducer : public Producer {
  public:
-  // Rows of a tile wait in front of the ring.
   __device__ QuantizingProducer(const MoeLinearParams& params, const Plan& plan, uint8_t* ring,
                                 Storage& storage, int tiles)
-      : Producer(params, plan, ring, storage, tiles),
-        waiting_(ring - kTokens * plan.x_row_bytes) {}
+      : Producer(params, plan, ring, storage, tiles), waiting_(ring - waiting_bytes(plan)) {}
 
-  // By kTokenWarps warps, of which this one is the `warp`-th. What precedes this kernel may write x.
+  // By kTokenWarps warps, of which this one is the `warp`-th. The preceding kernel may write x.
   __device__ __forceinline__ void copy_tokens(int warp) {
     RingPosition position;
     const int lane = threadIdx.x % 32;
@@ -96,8 +94,8 @@ class QuantizingProducer : public Producer {
   }
 
   __device__ __forceinline__ void load(int row, int vector, Values& values) const {
-    const uint4 words = *reinterpret_cast<const uint4*>(waiting_ + row * plan_.x_row_bytes +
-                                                        vector * kVectorBytes);
+    const uint4 words =
+        *reinterpret_cast<const uint4*>(waiting_ + row * plan_.x_row_bytes + vector * kVectorBytes);
     const Vector packed = {{words.x, words.y, words.z, words.w}};
     packed.unpack(values);
   }

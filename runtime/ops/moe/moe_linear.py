@@ -258,9 +258,9 @@ def _moe_linear(
         else:
             x, x_scale = quantize_per_token(x, w.dtype, n_active=n_rows)
     if kernel:
-        rest = (ids.size(1), rows, offsets.size(0) - 1, tiles, n_tiles, tile_tokens, out)
-        how = (channels, to_experts, gated, early, power_of_two)
-        moe_gemm(x, w, x_scale, w_scale, *how, *rest)
+        how = (channels, to_experts, gated, early, power_of_two, ids.size(1))
+        experts = offsets.size(0) - 1
+        moe_gemm(x, w, x_scale, w_scale, *how, rows, experts, tiles, n_tiles, tile_tokens, out)
         return
     multiply_rows(x, w, x_scale, w_scale, channels, to_experts, gated, ids, rows, offsets, out)
 

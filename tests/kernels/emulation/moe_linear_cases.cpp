@@ -33,7 +33,7 @@ struct Case {
   bool gated, to_experts;
   std::vector<int> ids, rows, tiles;  // an expert of each slot, or -1
   int n_tiles, n_rows;
-  std::vector<uint8_t> x, w;  // rows of x, and [experts][n][k]
+  std::vector<uint8_t> x, w;     // rows of x, and [experts][n][k]
   std::vector<uint16_t> wide_x;  // rows of x in 16 bits, if any
   bool power_of_two;
   std::vector<float> x_scale, w_scale;

@@ -1,0 +1,197 @@
+"""Times blocks of experts whose products quantise their rows beside ones with launches for that.
+
+    python tests/gpu_runs/experts/quantised_rows.py [--precisions P ...] [--tokens N ...] [--trace]
+
+Every block has all its launches in a CUDA graph, over input sets that the L2 does not hold, and the
+ways take turns in one process (`ostinato.bench.harness.rotation`):
+
+    launches  x and the rows of experts are quantised by launches of their own, as before
+    down      the second product quantises its rows (what models do where the rule allows it)
+    both      the first product quantises tokens, too
+
+A row per precision and number of tokens goes to OUT/quantised_rows.json as it is measured, and the
+table to stdout, with whether all ways gave the same bits for every input set. At the end: the
+largest tile of which `down` was faster wherever its rule chooses it; that is to be QUANTIZED_ROWS
+of runtime/ops/moe/moe_linear_cuda.py. The exit code is 1 where bits differ.
+
+Takes 45 s once its kernels are compiled, with --trace 10 s more: what each kernel adds to a block
+at 1, 4 and 16 tokens. It compiles them side by side first: 12 of moe_linear (10 s each on one
+core), 3 of quantize, moe_route, moe_combine and a few of gemm_tiled. OUT is /tmp/moe_out by
+default. MOE_CPU=1 tries all but the trace with a tiny shape on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato import ops
+from ostinato.bench.harness.rotation import interleave, rotate
+from ostinato.bench.moe.cases import Case, Shape
+from ostinato.bench.moe.inputs import Inputs, random_inputs, random_weights
+from ostinato.bench.step.breakdown import shares_of, trace
+from ostinato.models.experts.products import experts_kernels
+from ostinato.models.norms import summed
+from ostinato.ops.linear.precompile import precompile
+from ostinato.ops.moe import moe_linear_cuda
+from ostinato.ops.moe.combine_cuda import MoeCombine
+from ostinato.ops.moe.moe_linear_cuda import MOST_QUANTIZED_ROWS, MoeLinear
+from ostinato.ops.moe.plan import TILE_TOKENS, tile_tokens_for
+from ostinato.ops.moe.route_cuda import MoeRoute
+
+CPU = os.environ.get("MOE_CPU") == "1"
+OUT = Path(os.environ.get("OUT", "/tmp/moe_out"))
+SHAPE = Shape(16, 4, 32, 24) if CPU else Shape(128, 8, 2048, 768)
+WAYS = ("launches", "down", "both")
+PRECISIONS = ("fp8-block", "int8", "fp8")
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+T0 = time.time()
+
+
+def say(*words: object) -> None:
+    print(f"[{time.time() - T0:6.1f}]", *words, flush=True)
+
+
+def block(way: str, s: Inputs) -> torch.Tensor:
+    """Return the sums of a block; which products quantise is decided as it is launched."""
+    moe_linear_cuda.QUANTIZED_ROWS = 0 if way == "launches" else MOST_QUANTIZED_ROWS
+    mixture = s.weights.mixture
+    if way != "both":
+        return summed(mixture(s.x, s.config))
+    plan = ops.moe_route(
+        mixture.router(s.x), s.config.top_k, renormalize=s.config.normalized, group_score="top2"
+    )
+    gate_up: Any = mixture.gate_up
+    h = ops.moe_linear(
+        s.x,
+        gate_up.weight,
+        plan,
+        to="experts",
+        w_scale=gate_up.weight_scale,
+        activation="silu_mul",
+    )
+    return ops.moe_combine(mixture.down(h, plan), plan).total
+
+
+def same_bits(sets: list[Inputs]) -> bool:
+    """Return whether all ways give the same bits for every set, with a row that is no number."""
+    for s in sets:
+        x = s.x.clone()
+        s.x[-1, -1] = torch.nan
+        results = [block(way, s).view(torch.int16) for way in WAYS]
+        s.x.copy_(x)
+        results += [block(way, s).view(torch.int16) for way in WAYS]
+        for i, got in enumerate(results):
+            if not torch.equal(got, results[i // len(WAYS) * len(WAYS)]):
+                return False
+    return True
+
+
+def compile_kernels() -> None:
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    need: list[Any] = [MoeRoute(dtype="fp32"), MoeCombine(dtype="bf16")]
+    for dtype, channels in ((torch.int8, ()), (fp8, ()), (fp8, (128,))):
+        need += experts_kernels(dtype, bf16, bf16, scale_channels=channels)
+    few = [tile for tile in TILE_TOKENS if tile <= MOST_QUANTIZED_ROWS]
+    need = [v for v in need if not isinstance(v, MoeLinear) or (v.tokens in few and not v.x_dtype)]
+    need += [
+        MoeLinear(
+            dtype=dtype,
+            out_dtype="bf16",
+            tokens=tile,
+            block_scales=channels == 128,
+            scale_channels=channels,
+            x_dtype="bf16",
+        )
+        for dtype, channels in (("int8", 8), ("e4m3", 8), ("e4m3", 128))
+        for tile in few
+    ]
+    precompile(need)
+    say(len(need), "kernels are there")
+
+
+def traced(sets: list[Inputs], tokens: int, precision: str) -> None:
+    """Print what each kernel adds to a block, in microseconds."""
+    for way in WAYS:
+        run: Callable[[], object] = rotate([partial(block, way, s) for s in sets], DEVICE).replay
+        runs = trace(run)
+        names = [span.name for span in runs[0]]
+        blocks = max(1, names.count("moe_combine"))
+        parts = [f"{s.name} {s.added_us / blocks:.2f}" for s in shares_of(runs, names)]
+        say("trace", precision, tokens, way, f"{len(names) / blocks:.1f} kernels:", *parts)
+
+
+DEVICE = torch.device("cpu" if CPU else "cuda")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--trace", action="store_true")
+    given = parser.parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    if not CPU:
+        compile_kernels()
+    for precision in given.precisions:
+        weights = [random_weights(SHAPE, precision, DEVICE) for _ in range(2)]
+        for turn, tokens in enumerate(given.tokens):
+            case = Case(SHAPE, tokens, "balanced")
+            sets = list(random_inputs(case, precision, DEVICE, weights))
+            row: dict[str, Any] = {"precision": precision, "tokens": tokens}
+            row["tile"] = tile_tokens_for(tokens * SHAPE.top_k, SHAPE.experts)
+            row["same_bits"] = same_bits(sets[:8])
+            rotations = [rotate([partial(block, way, s) for s in sets], DEVICE) for way in WAYS]
+            times = interleave(rotations, DEVICE, start=turn)
+            row |= {way: statistics.median(t) * 1e6 for way, t in zip(WAYS, times, strict=True)}
+            rows.append(row)
+            (OUT / "quantised_rows.json").write_text(json.dumps(rows, indent=1))
+            text = " ".join(f"{way} {row[way]:8.2f}" for way in WAYS)
+            gained = row["launches"] - row["down"]
+            bits = "same bits" if row["same_bits"] else "BITS DIFFER"
+            say(
+                f"{precision:9} {tokens:4} tokens, tile {row['tile']:3}: {text}",
+                end_of(gained, bits),
+            )
+            if given.trace and not CPU and tokens in (1, 4, 16):
+                traced(sets, tokens, precision)
+            del rotations, sets
+            if not CPU:
+                torch.cuda.empty_cache()
+        del weights
+    decide(rows)
+    return 0 if all(row["same_bits"] for row in rows) else 1
+
+
+def end_of(gained: float, bits: str) -> str:
+    return f"down gains {gained:+.2f} us, {bits}"
+
+
+def decide(rows: list[dict[str, Any]]) -> None:
+    """Say which tiles gain: their sizes from 8 on, as long as no median of a precision loses."""
+    best = 0
+    for tile in (tile for tile in TILE_TOKENS if tile <= MOST_QUANTIZED_ROWS):
+        of_tile = [row for row in rows if row["tile"] == tile]
+        ratios = [row["down"] / row["launches"] for row in of_tile]
+        if not ratios:
+            break
+        say(f"tile {tile}: down / launches {min(ratios):.3f} to {max(ratios):.3f}")
+        if statistics.median(ratios) >= 1 or max(ratios) > 1.01:
+            break
+        best = tile
+    say("QUANTIZED_ROWS should be", best)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
