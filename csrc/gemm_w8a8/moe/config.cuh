@@ -31,8 +31,9 @@ inline constexpr int kXBytes = kQuantizes ? 2 : kOperandBytes;
 inline constexpr int kTokenArrivals =
     (kQuantizes ? kTokenWarps : 0) + (kQuantizes && !kBlockScales ? 0 : kTokenWarps * 32);
 
-// Scales of rows come with each stage where they are of groups, or where the kernel finds them.
-inline constexpr int kScaleStages = kBlockScales || kQuantizes ? kMaxStages : 1;
+inline constexpr int kScaleStages = kBlockScales ? kMaxStages : 1;
+// Scales of rows come with each stage where they are of groups, and where the kernel finds them.
+inline constexpr int kRowScaleStages = kQuantizes ? kMaxStages : kScaleStages;
 // Scales of a block of packed channels: those of a gated weight, which alternate, are gate's and
 // up's. Then a block is half of each.
 inline constexpr int kAlternatingScales = kScaleChannels == 8 ? 1 : 2;
@@ -48,7 +49,7 @@ inline constexpr bool kStagesScales = kResultScales && kTokenRows;
 struct alignas(1024) Storage {
   // Block scales of a stage: of its channels, and of its rows.
   alignas(16) float w_scales[kScaleStages][kUnits][kTileScales];
-  alignas(16) float x_scales[kScaleStages][kUnits][kTokens];
+  alignas(16) float x_scales[kRowScaleStages][kUnits][kTokens];
   int32_t x_rows[kTokenWarps][kTokens];                         // of the tile that each warp copies
   float row_scales[kQuantizes && kResultScales ? kTokens : 1];  // of the tile that is quantised
   // Scales of a tile's channels, in the packed order, where they are the MMA's columns: for each

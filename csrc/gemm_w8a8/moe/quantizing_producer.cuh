@@ -104,10 +104,11 @@ class QuantizingProducer : public Producer {
   __device__ __forceinline__ void find_scales(const WorkTile& tile, int warp, int lane) {
     for (int row = warp; row < tile.rows; row += kTokenWarps) {
       float largest = 0.0F;
+#pragma unroll 4
       for (int step = 0; step < plan_.depth_steps; ++step) {
         Values values;
         load(row, step * 32 + lane, values);
-        largest = max_magnitude_of(largest, values);
+        largest = max_magnitude(largest, max_magnitude_of(0.0F, values));
       }
       const float scale = dynamic_scale<Code>(warp_max(largest));
       if (lane == 0) {

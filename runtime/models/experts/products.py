@@ -101,6 +101,7 @@ class _StoredExperts(Experts):
         w_scale: torch.Tensor | None = None,
         *,
         power_of_two: bool = False,
+        n_active: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return ops.moe_linear(
             x,
@@ -112,6 +113,7 @@ class _StoredExperts(Experts):
             activation="silu_mul" if self.gated else None,
             out_dtype=out_dtype,
             power_of_two=power_of_two,
+            n_active=n_active,
             # Rows of experts come from the first product, or from what quantises them.
             early=not self.gated,
         )
@@ -134,8 +136,8 @@ class DenseExperts(_StoredExperts):
 class W8A8Experts(_StoredExperts):
     """Products with 8-bit weights, of which each row has a scale, and inputs quantised per row.
 
-    `weight_scale` [experts, N] fp32. Inputs are quantised per token at run time (rows of experts by
-    the product itself), or by the fixed fp32 scalar `input_scale`.
+    `weight_scale` [experts, N] fp32. Inputs are quantised per token at run time, or by the fixed
+    fp32 scalar `input_scale`.
     """
 
     weight_scale: torch.Tensor
@@ -145,17 +147,14 @@ class W8A8Experts(_StoredExperts):
     def __call__(
         self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        dtype = self.weight.dtype
+        rows, scale = self._rows(plan, n_active), None
         if self.input_scale is not None:
             scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-            quantized = ops.quantize_per_tensor(
-                x, self.input_scale, dtype, n_active=self._rows(plan, n_active), scale_out=scale
+            x = ops.quantize_per_tensor(
+                x, self.input_scale, self.weight.dtype, n_active=rows, scale_out=scale
             )
-        elif self.gated:
-            quantized, scale = ops.quantize_per_token(x, dtype, n_active=n_active)
-        else:
-            return self._multiply(x, plan, self.out_dtype, None, self.weight_scale)
-        return self._multiply(quantized, plan, self.out_dtype, scale, self.weight_scale)
+        given = (x, plan, self.out_dtype, scale, self.weight_scale)
+        return self._multiply(*given, n_active=rows)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
         return experts_kernels(self.weight_dtype, dtype, self.out_dtype)
@@ -176,11 +175,11 @@ class BlockFP8Experts(_StoredExperts):
     def __call__(
         self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        rounded, w_scale = self.power_of_two, self.weight_scale
-        if not self.gated:
-            return self._multiply(x, plan, self.out_dtype, None, w_scale, power_of_two=rounded)
-        quantized, scale = ops.quantize_per_group(x, power_of_two=rounded, n_active=n_active)
-        return self._multiply(quantized, plan, self.out_dtype, scale, w_scale)
+        return self._multiply(
+            *(x, plan, self.out_dtype, None, self.weight_scale),
+            power_of_two=self.power_of_two,
+            n_active=self._rows(plan, n_active),
+        )
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
         shared = block_scales.scale_channels(self.weight_scale[0], self.shape[0])
@@ -210,7 +209,8 @@ def experts_kernels(
         names = (KERNEL_NAMES[weight_dtype], KERNEL_NAMES[out_dtype])
         kinds = [(tokens, "") for tokens in TILE_TOKENS]
         if weight_dtype.itemsize < dtype.itemsize == out_dtype.itemsize == 2:
-            kinds += [(t, KERNEL_NAMES[dtype]) for t in TILE_TOKENS if t <= QUANTIZED_ROWS]
+            most = max(QUANTIZED_ROWS.values())
+            kinds += [(tokens, KERNEL_NAMES[dtype]) for tokens in TILE_TOKENS if tokens <= most]
         found += [
             MoeLinear(
                 dtype=names[0],

@@ -33,6 +33,7 @@ def moe_linear(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     power_of_two: bool = False,
+    n_active: torch.Tensor | None = None,
     early: bool = False,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
@@ -75,10 +76,11 @@ def moe_linear(
         out_dtype: bf16, fp16 or fp32; None for x's, and for bf16 with 8-bit x. With 16-bit w, x's
             dtype or fp32.
         power_of_two: of x that is quantised by groups here: as of `quantize_per_group`.
+        n_active: int32 [1], how many rows of x are real, of x that is quantised here: as of
+            `quantize_per_token`, and for `to="slots"` `plan.n_rows`.
         early: let a kernel read the plan and packed weights while the one before it on the stream
             is still running, which must not write the plan then: it is to be the first product, or
-            what quantises its result, not `moe_route`. For `to="slots"`, quantising x then leaves
-            out the rows from `plan.n_rows` on.
+            what quantises its result, not `moe_route`.
         out: written and returned; [T·top_k, N or N / 2] of `out_dtype` for `to="experts"`,
             otherwise [T, top_k, N or N / 2] whose slots are dense; allocated when None.
         stream: see `ostinato.ops`.
@@ -111,6 +113,7 @@ def moe_linear(
         raise ValueError(
             "power_of_two: got True, expected False where x is not quantised by groups"
         )
+    checks.active(n_active, device)
     width = channels // 2 if gated else channels
     shape = (slots, width) if to == "experts" else (plan.tokens, plan.top_k, width)
     if out is not None:
@@ -122,7 +125,8 @@ def moe_linear(
             out = torch.empty(shape, dtype=out_dtype, device=device)
         weight = w.data if isinstance(w, PackedExperts) else w
         _op(
-            *(x, weight, x_scale, w_scale, channels, to == "experts", gated, early, power_of_two),
+            *(x, weight, x_scale, w_scale, channels, to == "experts", gated, early),
+            *(power_of_two, n_active),
             *(plan.ids, plan.rows, plan.offsets, plan.tiles, plan.n_tiles, plan.tile_tokens),
             out,
         )
@@ -239,6 +243,7 @@ def _moe_linear(
     gated: bool,
     early: bool,
     power_of_two: bool,
+    n_active: torch.Tensor | None,
     ids: torch.Tensor,
     rows: torch.Tensor,
     offsets: torch.Tensor,
@@ -250,13 +255,12 @@ def _moe_linear(
     if out.numel() == 0:
         return
     kernel = runs_experts_kernel(w)
-    if x.dtype is not w.dtype and not (kernel and quantizes_rows(x, out.dtype, tile_tokens)):
-        # Read while kernels in front are still running, which might write another plan.
-        n_rows = offsets[-1:] if early and not to_experts else None
+    in_product = kernel and quantizes_rows(x, out.dtype, tile_tokens, to_experts)
+    if x.dtype is not w.dtype and not in_product:
         if w_scale is not None and w_scale.dim() == 3:
-            x, x_scale = quantize_per_group(x, power_of_two=power_of_two, n_active=n_rows)
+            x, x_scale = quantize_per_group(x, power_of_two=power_of_two, n_active=n_active)
         else:
-            x, x_scale = quantize_per_token(x, w.dtype, n_active=n_rows)
+            x, x_scale = quantize_per_token(x, w.dtype, n_active=n_active)
     if kernel:
         how = (channels, to_experts, gated, early, power_of_two, ids.size(1))
         experts = offsets.size(0) - 1
@@ -267,7 +271,8 @@ def _moe_linear(
 
 _op = register(
     "moe_linear(Tensor x, Tensor w, Tensor? x_scale, Tensor? w_scale, int channels, "
-    "bool to_experts, bool gated, bool early, bool power_of_two, Tensor ids, Tensor rows, "
-    "Tensor offsets, Tensor tiles, Tensor n_tiles, int tile_tokens, Tensor(a!) out) -> ()",
+    "bool to_experts, bool gated, bool early, bool power_of_two, Tensor? n_active, Tensor ids, "
+    "Tensor rows, Tensor offsets, Tensor tiles, Tensor n_tiles, int tile_tokens, "
+    "Tensor(a!) out) -> ()",
     _moe_linear,
 )

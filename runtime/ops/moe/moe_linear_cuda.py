@@ -27,9 +27,10 @@ from .packed_experts import pack, tiles_of_expert
 from .plan import TILE_TOKENS, balanced_tiles
 
 MOST_QUANTIZED_ROWS = 16  # of a tile whose x a kernel can quantise (csrc: kSmallM)
-# Of a tile whose x is quantised by the product, and of its K: with more of them a launch of its own
-# costs less than to repeat this for all tiles of channels. docs/notebooks/moe.md
-QUANTIZED_ROWS = 8
+# Of a tile whose x is quantised by the product, the first (to experts) or the second, and of its K:
+# with more of them a launch of its own costs less than to repeat this for all tiles of channels
+# (docs/notebooks/moe.md).
+QUANTIZED_ROWS = {"experts": 8, "slots": 8}
 QUANTIZED_K = 2048
 VECTOR = 8  # elements of x of 16 bits that are read at once
 
@@ -175,7 +176,9 @@ def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -
     return TILE_CHANNELS * (best if 8 * busiest(best) <= 7 * busiest(most) else most)
 
 
-def quantizes_rows(x: torch.Tensor, out_dtype: torch.dtype, tile_tokens: int) -> bool:
+def quantizes_rows(
+    x: torch.Tensor, out_dtype: torch.dtype, tile_tokens: int, to_experts: bool
+) -> bool:
     """Return whether the product quantises x of 16 or 32 bits itself.
 
     What this says may differ between numbers of tokens: the bits of the results do not.
@@ -184,9 +187,10 @@ def quantizes_rows(x: torch.Tensor, out_dtype: torch.dtype, tile_tokens: int) ->
         x: [rows, K].
         out_dtype: of the results.
         tile_tokens: of the plan.
+        to_experts: whether it is the first product.
     """
-    k = x.size(1)
-    few = tile_tokens <= QUANTIZED_ROWS and k <= QUANTIZED_K and k % VECTOR == 0
+    k, most = x.size(1), QUANTIZED_ROWS["experts" if to_experts else "slots"]
+    few = tile_tokens <= most and k <= QUANTIZED_K and k % VECTOR == 0
     return few and KERNEL_NAMES[x.dtype] in DTYPES_16_BIT and out_dtype is x.dtype
 
 

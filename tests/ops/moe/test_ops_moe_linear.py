@@ -80,7 +80,8 @@ def test_wide_rows_are_quantised_first(form: str, to: str, device: torch.device)
         want, got = (torch.full(shape, 7.0, dtype=dtype, device=device) for _ in range(2))
         outs = [t.view(tokens, top_k, n) if to == "slots" else t for t in (want, got)]
         ops.moe_linear(codes, w, plan, x_scale=x_scale, out=outs[0], **options)
-        more = {"early": early, "power_of_two": power_of_two}
+        more: dict[str, Any] = {"early": early, "power_of_two": power_of_two}
+        more["n_active"] = None if to == "experts" else plan.n_rows
         ops.moe_linear(x, ops.pack_experts(w), plan, out=outs[1], **options, **more)
         assert_same_bits(got, want)
         assert ops.moe_linear(x, w, plan, to=to, w_scale=scales["w_scale"]).dtype is dtype
@@ -102,12 +103,13 @@ def test_wide_rows_as_the_twin() -> None:
 def test_when_the_product_quantises_rows() -> None:
     """Few rows a tile, whole vectors, and results like x."""
     x = torch.zeros(8, 768, dtype=torch.bfloat16)
-    assert quantizes_rows(x, torch.bfloat16, 8)
-    assert not quantizes_rows(x, torch.bfloat16, 32)
-    assert not quantizes_rows(x, torch.float32, 8)
-    assert not quantizes_rows(x.float(), torch.float32, 8)
-    assert not quantizes_rows(x[:, :764], torch.bfloat16, 8)
-    assert not quantizes_rows(torch.zeros(1, 14336).half(), torch.float16, 8)
+    for first in (False, True):
+        assert quantizes_rows(x, torch.bfloat16, 8, first)
+        assert not quantizes_rows(x, torch.bfloat16, 32, first)
+        assert not quantizes_rows(x, torch.float32, 8, first)
+        assert not quantizes_rows(x.float(), torch.float32, 8, first)
+        assert not quantizes_rows(x[:, :764], torch.bfloat16, 8, first)
+        assert not quantizes_rows(torch.zeros(1, 14336).half(), torch.float16, 8, first)
 
 
 def test_dtype_of_the_result_by_default() -> None:
@@ -206,6 +208,7 @@ WIDE = operands("block128", 2, 4, 384, 300, torch.device("cpu"))
         ({"x": X.half(), **NO_SCALES}, ValueError, "w_scale: got None, expected a tensor for tor"),
         ({"x": X.half(), "x_scale": None, "w": W.float()}, TypeError, "w: got dtype torch.float32"),
         ({"power_of_two": 1}, TypeError, "power_of_two: got int"),
+        ({"n_active": torch.ones(1)}, TypeError, "n_active: got dtype torch.float32"),
         ({"power_of_two": True}, ValueError, "power_of_two: got True, expected False where x is"),
         (
             {"x": X.half(), "x_scale": None, "power_of_two": True},

@@ -14,6 +14,7 @@ from ostinato import ops
 from ostinato.ops.common.pdl import pdl
 from ostinato.ops.linear.precompile import precompile
 from ostinato.ops.moe import moe_linear_cuda
+from ostinato.ops.moe.moe_linear import DESTINATIONS
 from ostinato.ops.moe.moe_linear_cuda import MOE_LINEAR, MOST_QUANTIZED_ROWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("quantizing_kernels")]
@@ -38,7 +39,8 @@ def in_product(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what makes the products quantise rows of every tile that they can, or of none."""
 
     def choose(on: bool) -> None:
-        monkeypatch.setattr(moe_linear_cuda, "QUANTIZED_ROWS", MOST_QUANTIZED_ROWS * on)
+        most = dict.fromkeys(DESTINATIONS, MOST_QUANTIZED_ROWS * on)
+        monkeypatch.setattr(moe_linear_cuda, "QUANTIZED_ROWS", most)
 
     return choose
 
@@ -83,15 +85,25 @@ def test_every_tile_and_tail(
 def test_behind_the_first_product_in_a_graph(in_product: Any, form: str, tokens: int) -> None:
     """Launched before its input is written: replays over many routings, padding and NaN."""
     experts, top_k, width, inner = 32, 4, 512, 384
-    x, gate_up, first = operands(form, tokens, experts, 2 * inner, width, CUDA)
+    _, gate_up, first = operands(form, tokens, experts, 2 * inner, width, CUDA)
+    x = rows_of(tokens, width, torch.bfloat16)
     _, down, second = operands(form, tokens * top_k, experts, width, inner, CUDA)
     packed = (ops.pack_experts(gate_up, gated=True), ops.pack_experts(down))
     logits, active = torch.randn(tokens, experts, device=CUDA), int32([tokens], CUDA)
 
     def step() -> torch.Tensor:
         plan = ops.moe_route(logits, top_k, renormalize=True, n_active=active)
-        h = ops.moe_linear(x, packed[0], plan, to="experts", activation="silu_mul", **first)
-        y = ops.moe_linear(h, packed[1], plan, to="slots", w_scale=second["w_scale"], early=True)
+        scales = (first["w_scale"], second["w_scale"])
+        h = ops.moe_linear(
+            *(x, packed[0], plan),
+            to="experts",
+            w_scale=scales[0],
+            activation="silu_mul",
+            n_active=active,
+        )
+        y = ops.moe_linear(
+            *(h, packed[1], plan), to="slots", w_scale=scales[1], n_active=plan.n_rows, early=True
+        )
         return ops.moe_combine(y, plan).total
 
     in_product(True)
@@ -109,7 +121,7 @@ def test_behind_the_first_product_in_a_graph(in_product: Any, form: str, tokens:
         if replay % 7 == 3:
             logits[replay % tokens, replay % experts] = math.nan
         active.fill_(tokens if replay % 3 else replay % (tokens + 1))
-        x.view(torch.int8).copy_(x.view(torch.int8).flip(0))
+        x.copy_(rows_of(tokens, width, x.dtype))
         graph.replay()
         in_product(False)
         with pdl(False):

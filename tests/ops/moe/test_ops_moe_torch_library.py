@@ -31,7 +31,8 @@ def block(
     h = ops.moe_linear(x, gate_up, plan, to="experts", activation="silu_mul", **first)
     second: dict[str, Any] = {}
     if len(scales):
-        second = {"w_scale": scales[2], "power_of_two": scales[0].dim() == 2, "early": True}
+        second = {"w_scale": scales[2], "n_active": plan.n_rows, "early": True}
+        second["power_of_two"] = scales[0].dim() == 2
     y = ops.moe_linear(h, down, plan, to="slots", out_dtype=residual.dtype, **second)
     return ops.moe_combine(
         y, plan, residual=residual, norm_weight=weight, quantize=torch.int8, shared=residual
@@ -78,15 +79,16 @@ def test_opcheck(device: torch.device) -> None:
     router = (logits, "softmax", True, 1.0, None, 1, 1, "max", None, *plan)
     tables = (plan.ids, plan.rows, plan.offsets, plan.tiles, plan.n_tiles, plan.tile_tokens)
     rows = torch.zeros(12, 64, dtype=x.dtype, device=device)
-    first = (x, gate_up, None, None, 128, True, True, False, False, *tables, rows)
+    first = (x, gate_up, None, None, 128, True, True, False, False, None, *tables, rows)
     slots = torch.zeros(6, 2, 128, dtype=x.dtype, device=device)
-    second = (rows, down, None, None, 128, False, False, True, False, *tables, slots)
+    second = (rows, down, None, None, 128, False, False, True, False, None, *tables, slots)
     codes, scale = down.to(torch.int8), torch.ones(8, 128, device=device)
-    quantising = (rows, codes, None, scale, 128, False, False, True, False, *tables, slots)
+    how = (128, False, False, True, False, plan.n_rows)
+    quantising = (rows, codes, None, scale, *how, *tables, slots)
     total, normed = torch.zeros_like(residual), torch.zeros_like(residual)
     rest = (residual, None, residual, weight, 1e-6, False)
     sums = (slots, plan.ids, plan.weights, *rest, total, normed, None)
-    how = ("test_schema", "test_autograd_registration", "test_faketensor")
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     for name, given in (
         ("moe_route", router),
         ("moe_linear", first),
@@ -95,7 +97,7 @@ def test_opcheck(device: torch.device) -> None:
         ("moe_combine", sums),
     ):
         op = getattr(torch.ops.ostinato, name).default
-        torch.library.opcheck(op, given, test_utils=(*how, "test_aot_dispatch_dynamic"))
+        torch.library.opcheck(op, given, test_utils=(*utils, "test_aot_dispatch_dynamic"))
 
 
 def test_results_carry_no_gradient(device: torch.device) -> None:
