@@ -27,9 +27,10 @@ inline constexpr bool kQuantizes = OSTINATO_QUANTIZES;
 static_assert(!kQuantizes || (!k16Bit && kSmallM),
               "few rows of 8-bit operands are quantised by each CTA that multiplies them");
 inline constexpr int kXBytes = kQuantizes ? 2 : kOperandBytes;
-// Arrivals at the barrier of a stage's rows: of those who write codes, and of those who copy.
-inline constexpr int kTokenArrivals =
-    (kQuantizes ? kTokenWarps : 0) + (kQuantizes && !kBlockScales ? 0 : kTokenWarps * 32);
+// Arrivals at the barriers of a stage: of its rows, and of its weights, with which their scales
+// come if rows are not copied.
+inline constexpr int kTokenArrivals = kTokenWarps * (kQuantizes ? 1 : 32);
+inline constexpr int kWeightArrivals = 1 + (kQuantizes && kBlockScales ? 32 : 0);
 
 inline constexpr int kScaleStages = kBlockScales ? kMaxStages : 1;
 // Scales of rows come with each stage where they are of groups, and where the kernel finds them.
@@ -56,7 +57,7 @@ struct alignas(1024) Storage {
   // warpgroup, which has rows of its own.
   float channel_scales[kStagesScales ? kConsumers : 1][kStagesScales ? kChannels : 2];
   uint64_t full[kMaxStages];         // of weights
-  uint64_t full_tokens[kMaxStages];  // of rows of x, and of block scales
+  uint64_t full_tokens[kMaxStages];  // of rows of x
   uint64_t empty[kMaxStages];
 };
 inline constexpr int kStorageBytes = (sizeof(Storage) + 1023) / 1024 * 1024;

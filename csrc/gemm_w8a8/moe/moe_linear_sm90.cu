@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < plan.stages; ++i) {
-      init_barrier(&fixed.full[i], 1);
+      init_barrier(&fixed.full[i], kWeightArrivals);
       init_barrier(&fixed.full_tokens[i], kTokenArrivals);
       init_barrier(&fixed.empty[i], kConsumers * kWarpgroup / 32);
     }
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     TileProducer producers(params, plan, ring, fixed, tiles);
     if (producer > 0) {
       producers.copy_tokens(producer - 1);
-    } else if (elect_lane()) {
+    } else {
       producers.copy_weights(w_map);
     }
   } else {

@@ -41,7 +41,7 @@ struct MoeLinearParams {
   // 1: x has 16 bits, and scales of its groups are rounded up to powers of two.
   OSTINATO_OPTIONAL(int32_t, power_of_two);
   // 1: the preceding kernel does not write rows, tiles and n_tiles, and began when they were
-  // written; they and weights are read before it has ended.
+  // written; they, weights and w_scale are read before it has ended.
   OSTINATO_OPTIONAL(int32_t, early);
   OSTINATO_OPTIONAL(int32_t, pdl);  // 1: launched with programmatic stream serialization
   OSTINATO_FIELDS_END();

@@ -15,18 +15,17 @@ class Producer {
                       Storage& storage, int tiles)
       : params_(params), plan_(plan), ring_(ring), storage_(storage), tiles_(tiles) {}
 
-  // By one thread.
+  // By a warp, of which one thread copies.
   __device__ __forceinline__ void copy_weights(const CUtensorMap& map) {
+    if (!elect_lane()) {
+      return;
+    }
     RingPosition position;
     for_each_tile([&](const WorkTile& tile) {
-      const int packed_tile = tile.expert * plan_.expert_tiles + tile.channel / kPackedRows;
       for (int step = 0; step < plan_.depth_steps; ++step) {
-        uint64_t* const full = &storage_.full[position.slot];
         wait(&storage_.empty[position.slot], position.parity ^ 1);
         OSTINATO_DELAY(weights, true);
-        arrive_expecting(full, plan_.weight_bytes);
-        tma_load(ring_ + position.slot * plan_.stage_bytes, map, 0, packed_tile,
-                 step * kStageBlocks, full);
+        load_weights(map, tile, step, position.slot);
         position.advance(plan_.stages);
       }
     });
@@ -44,7 +43,7 @@ class Producer {
         copy_rows(tile, warp, lane, step, position.slot);
         if constexpr (kBlockScales) {
           copy_x_scales(tile, warp, lane, step, position.slot);
-          copy_w_scales(tile, warp, lane, step, position.slot);
+          copy_w_scales(tile, warp * 32 + lane, kTokenWarps * 32, step, position.slot);
         }
         arrive_when_copied(&storage_.full_tokens[position.slot]);
         position.advance(plan_.stages);
@@ -74,15 +73,25 @@ class Producer {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void copy_w_scales(const WorkTile& tile, int warp, int lane, int step,
-                                                int slot) {
+  // By one thread.
+  __device__ __forceinline__ void load_weights(const CUtensorMap& map, const WorkTile& tile,
+                                               int step, int slot) {
+    const int packed_tile = tile.expert * plan_.expert_tiles + tile.channel / kPackedRows;
+    uint64_t* const full = &storage_.full[slot];
+    arrive_expecting(full, plan_.weight_bytes);
+    tma_load(ring_ + slot * plan_.stage_bytes, map, 0, packed_tile, step * kStageBlocks, full);
+  }
+
+  // By `threads` threads, of which this one is the `thread`-th.
+  __device__ __forceinline__ void copy_w_scales(const WorkTile& tile, int thread, int threads,
+                                                int step, int slot) {
     const int groups = ceil_div(params_.k, kUnitDepth);
     const int scales = ceil_div(params_.n, kScaleChannels);
     const int of_half = params_.gated != 0 ? scales / 2 : scales;
     const float* const of_expert = params_.w_scale + int64_t(tile.expert) * groups * scales;
     for (int unit = 0; unit < kUnits; ++unit) {
       const int group = step * kUnits + unit;
-      for (int i = warp * 32 + lane; i < kTileScales; i += kTokenWarps * 32) {
+      for (int i = thread; i < kTileScales; i += threads) {
         // Of a gated weight, 8 channels of the gate alternate with the same 8 of up.
         const int block = tile.channel / kScaleChannels + i / kAlternatingScales;
         const int next = (kAlternatingScales == 1 ? block : i) % 2;

@@ -22,6 +22,28 @@ class QuantizingProducer : public Producer {
                                 Storage& storage, int tiles)
       : Producer(params, plan, ring, storage, tiles), waiting_(ring - waiting_bytes(plan)) {}
 
+  // By a warp, of which one thread copies weights. Their block scales come with them: before the
+  // preceding kernel has ended, if it may.
+  __device__ __forceinline__ void copy_weights(const CUtensorMap& map) {
+    if constexpr (kBlockScales) {
+      RingPosition position;
+      for_each_tile([&](const WorkTile& tile) {
+        for (int step = 0; step < plan_.depth_steps; ++step) {
+          wait(&storage_.empty[position.slot], position.parity ^ 1);
+          OSTINATO_DELAY(weights, true);
+          if (elect_lane()) {
+            load_weights(map, tile, step, position.slot);
+          }
+          copy_w_scales(tile, threadIdx.x % 32, 32, step, position.slot);
+          arrive_when_copied(&storage_.full[position.slot]);
+          position.advance(plan_.stages);
+        }
+      });
+    } else {
+      Producer::copy_weights(map);
+    }
+  }
+
   // By kTokenWarps warps, of which this one is the `warp`-th. The preceding kernel may write x.
   __device__ __forceinline__ void copy_tokens(int warp) {
     RingPosition position;
@@ -47,10 +69,6 @@ class QuantizingProducer : public Producer {
           encode(row, lane, step, position.slot);
         }
         row -= tile.rows;
-        if constexpr (kBlockScales) {
-          copy_w_scales(tile, warp, lane, step, position.slot);
-          arrive_when_copied(&storage_.full_tokens[position.slot]);
-        }
         __syncwarp();
         if (lane == 0) {
           arrive(&storage_.full_tokens[position.slot]);

@@ -78,9 +78,9 @@ def moe_linear(
         power_of_two: of x that is quantised by groups here: as of `quantize_per_group`.
         n_active: int32 [1], how many rows of x are real, of x that is quantised here: as of
             `quantize_per_token`, and for `to="slots"` `plan.n_rows`.
-        early: let a kernel read the plan and packed weights while the one before it on the stream
-            is still running, which must not write the plan then: it is to be the first product, or
-            what quantises its result, not `moe_route`.
+        early: let a kernel read the plan, packed weights and w_scale while the one before it on the
+            stream is still running, which must not write them then: it is to be the first product,
+            or what quantises its result, not `moe_route`.
         out: written and returned; [T·top_k, N or N / 2] of `out_dtype` for `to="experts"`,
             otherwise [T, top_k, N or N / 2] whose slots are dense; allocated when None.
         stream: see `ostinato.ops`.

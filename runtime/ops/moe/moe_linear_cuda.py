@@ -223,7 +223,8 @@ def moe_gemm(
             w, early = pack(w, gated), False
         if not is_aligned(x):
             x = aligned_copy(x)
-        w_scale = None if w_scale is None else w_scale.contiguous()
+        if w_scale is not None and not w_scale.is_contiguous():
+            w_scale, early = w_scale.contiguous(), False
         shared = 0  # channels that share a scale of a block
         if w_scale is not None and w_scale.dim() == 3:
             shared = scale_channels(w_scale[0], channels)
