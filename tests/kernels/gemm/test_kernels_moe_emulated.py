@@ -51,9 +51,10 @@ _VARIANTS = (
 )
 # Each quantises rows of x: whole ones, and by groups.
 _ROWS = _variant("int8", "bf16", 8, x_dtype="bf16")
+_GROUPS = _variant("e4m3", "bf16", 8, blocks=128, x_dtype="bf16")
 _QUANTIZING = (
     _ROWS,
-    _variant("e4m3", "bf16", 8, blocks=128, x_dtype="bf16"),
+    _GROUPS,
     _variant("e4m3", "bf16", 16, x_dtype="bf16"),
     _variant("e4m3", "fp16", 16, blocks=8, x_dtype="fp16"),
 )
@@ -103,13 +104,14 @@ def test_quantising_rows_changes_no_bit(sources: Path, variant: MoeLinear) -> No
 
 _QUANTIZER = "quantizing_producer.cuh"
 _WAITS = [
-    (_FEW, "producer.cuh", "arrive_expecting(", "wait(&storage_.empty[position.slot]"),
+    (_FEW, "producer.cuh", "load_weights(map", "wait(&storage_.empty[position.slot]"),
     (_FEW, "producer.cuh", "copy_rows(tile, warp", "wait(&storage_.empty[position.slot]"),
     (_FEW, "stages.cuh", "fence_shared_for_tma", "wait(&storage_.full["),
     (_FEW, "stages.cuh", "fence_shared_for_tma", "wait(&storage_.full_tokens["),
     (_ROWS, _QUANTIZER, "copy_rows(tile", "sync_token_warps()"),
     (_ROWS, _QUANTIZER, "if constexpr (kResultScales)", "sync_token_warps()"),
     (_ROWS, _QUANTIZER, "// The rows of all stages", "sync_token_warps()"),
+    (_GROUPS, _QUANTIZER, "load_weights(map", "wait(&storage_.empty[position.slot]"),
     (_ROWS, _QUANTIZER, "encode(row, lane, step", "wait(&storage_.empty[position.slot]"),
     (_ROWS, "consumer.cuh", "epilogue.take_scales(", "wait_full(position)"),
 ]
