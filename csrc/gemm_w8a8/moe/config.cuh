@@ -51,14 +51,14 @@ struct alignas(1024) Storage {
   // Block scales of a stage: of its channels, and of its rows.
   alignas(16) float w_scales[kScaleStages][kUnits][kTileScales];
   alignas(16) float x_scales[kRowScaleStages][kUnits][kTokens];
-  int32_t x_rows[kTokenWarps][kTokens];                         // of the tile that each warp copies
-  float row_scales[kQuantizes && kResultScales ? kTokens : 1];  // of the tile that is quantised
+  int32_t x_rows[kTokenWarps][kTokens];  // of the tile that each warp copies
   // Scales of a tile's channels, in the packed order, where they are the MMA's columns: for each
   // warpgroup, which has rows of its own.
   float channel_scales[kStagesScales ? kConsumers : 1][kStagesScales ? kChannels : 2];
   uint64_t full[kMaxStages];         // of weights
   uint64_t full_tokens[kMaxStages];  // of rows of x
   uint64_t empty[kMaxStages];
+  float row_scales[kQuantizes && kResultScales ? kTokens : 1];  // of the tile that is quantised
 };
 inline constexpr int kStorageBytes = (sizeof(Storage) + 1023) / 1024 * 1024;
 
