@@ -9,6 +9,7 @@
 #include "common/launch.cuh"
 #include "common/quantize_math.cuh"
 #include "common/ring.cuh"
+#include "common/tma.cuh"
 #include "common/vector.cuh"
 #include "config.cuh"
 #include "gemm_w8a8/quantize/rows.cuh"
@@ -69,6 +70,7 @@ class QuantizingProducer : public Producer {
           encode(row, lane, step, position.slot);
         }
         row -= tile.rows;
+        fence_shared_for_tma();  // written by threads, read by wgmma
         __syncwarp();
         if (lane == 0) {
           arrive(&storage_.full_tokens[position.slot]);
