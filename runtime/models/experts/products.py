@@ -15,7 +15,7 @@ from ...ops.linear import block_scales
 from ...ops.linear.block_scales import SCALE_CHANNELS
 from ...ops.linear.quantize_cuda import GROUP, input_kernel
 from ...ops.moe.moe_linear import runs_experts_kernel
-from ...ops.moe.moe_linear_cuda import QUANTIZED_ROWS, MoeLinear
+from ...ops.moe.moe_linear_cuda import QUANTIZED_TILE, MoeLinear
 from ...ops.moe.plan import TILE_TOKENS
 from ..layers import tensors_of
 
@@ -209,8 +209,7 @@ def experts_kernels(
         names = (KERNEL_NAMES[weight_dtype], KERNEL_NAMES[out_dtype])
         kinds = [(tokens, "") for tokens in TILE_TOKENS]
         if weight_dtype.itemsize < dtype.itemsize == out_dtype.itemsize == 2:
-            most = max(QUANTIZED_ROWS.values())
-            kinds += [(tokens, KERNEL_NAMES[dtype]) for tokens in TILE_TOKENS if tokens <= most]
+            kinds.append((QUANTIZED_TILE, KERNEL_NAMES[dtype]))
         found += [
             MoeLinear(
                 dtype=names[0],

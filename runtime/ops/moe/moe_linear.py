@@ -255,7 +255,8 @@ def _moe_linear(
     if out.numel() == 0:
         return
     kernel = runs_experts_kernel(w)
-    in_product = kernel and quantizes_rows(x, out.dtype, tile_tokens, to_experts)
+    experts = offsets.size(0) - 1
+    in_product = kernel and quantizes_rows(x, out.dtype, ids.numel(), experts, tile_tokens)
     if x.dtype is not w.dtype and not in_product:
         if w_scale is not None and w_scale.dim() == 3:
             x, x_scale = quantize_per_group(x, power_of_two=power_of_two, n_active=n_active)
@@ -263,7 +264,6 @@ def _moe_linear(
             x, x_scale = quantize_per_token(x, w.dtype, n_active=n_active)
     if kernel:
         how = (channels, to_experts, gated, early, power_of_two, ids.size(1))
-        experts = offsets.size(0) - 1
         moe_gemm(x, w, x_scale, w_scale, *how, rows, experts, tiles, n_tiles, tile_tokens, out)
         return
     multiply_rows(x, w, x_scale, w_scale, channels, to_experts, gated, ids, rows, offsets, out)

@@ -26,11 +26,11 @@ from ..linear.quantize_cuda import GROUP
 from .packed_experts import pack, tiles_of_expert
 from .plan import TILE_TOKENS, balanced_tiles
 
-MOST_QUANTIZED_ROWS = 16  # of a tile whose x a kernel can quantise (csrc: kSmallM)
-# Of a tile whose x is quantised by the product, the first (to experts) or the second, and of its K:
-# with more of them a launch of its own costs less than to repeat this for all tiles of channels
-# (docs/notebooks/moe.md).
-QUANTIZED_ROWS = {"experts": 8, "slots": 8}
+QUANTIZED_TILE = TILE_TOKENS[0]  # rows of a tile whose x a kernel can quantise
+# Up to how many rows of an expert, on average, both products of a block quantise x themselves: 32
+# tokens of 8 among 128 experts. Each tile of channels repeats it, so with more rows, or more of K,
+# a launch of its own costs less. Measured: docs/notebooks/moe.md.
+QUANTIZED_ROWS = 2
 QUANTIZED_K = 2048
 VECTOR = 8  # elements of x of 16 bits that are read at once
 
@@ -45,7 +45,7 @@ class MoeLinear(Variant):
         tokens: most rows of a tile: 8, 16, 32, 64 or 128.
         block_scales: a scale for each 128 of K of a row, and of `scale_channels`, for e4m3.
         scale_channels: 8 or, with block scales, 128.
-        x_dtype: bf16 or fp16: x's, which the kernel quantises to `dtype`, for tiles of few rows;
+        x_dtype: bf16 or fp16: x's, which the kernel quantises to `dtype`, for tiles of 8 rows;
             empty: x has `dtype`.
     """
 
@@ -68,7 +68,7 @@ class MoeLinear(Variant):
             raise ValueError(f"block_scales: got True with dtype {self.dtype!r}, expected 'e4m3'")
         allowed = (SCALE_CHANNELS, GROUP) if self.block_scales else (SCALE_CHANNELS,)
         check("scale_channels", self.scale_channels, allowed)
-        quantizes = self.dtype in OPERAND_DTYPES and self.tokens <= MOST_QUANTIZED_ROWS
+        quantizes = self.dtype in OPERAND_DTYPES and self.tokens == QUANTIZED_TILE
         check("x_dtype", self.x_dtype, ("", *DTYPES_16_BIT) if quantizes else ("",))
 
     @property
@@ -137,14 +137,13 @@ MOE_LINEAR = (
         MoeLinear(
             dtype=dtype,
             out_dtype=x_dtype,
-            tokens=tokens,
+            tokens=QUANTIZED_TILE,
             block_scales=block_scales,
             scale_channels=scale_channels,
             x_dtype=x_dtype,
         )
         for dtype, block_scales, scale_channels in _SCALES_OF_8_BITS
-        for tokens, x_dtype in product(TILE_TOKENS, DTYPES_16_BIT)
-        if tokens <= MOST_QUANTIZED_ROWS
+        for x_dtype in DTYPES_16_BIT
     ),
 )
 register_family(MoeLinear, MOE_LINEAR)
@@ -177,7 +176,7 @@ def tile_channels(variant: MoeLinear, sms: int, tiles: int, expert_tiles: int) -
 
 
 def quantizes_rows(
-    x: torch.Tensor, out_dtype: torch.dtype, tile_tokens: int, to_experts: bool
+    x: torch.Tensor, out_dtype: torch.dtype, slots: int, experts: int, tile_tokens: int
 ) -> bool:
     """Return whether the product quantises x of 16 or 32 bits itself.
 
@@ -186,12 +185,13 @@ def quantizes_rows(
     Args:
         x: [rows, K].
         out_dtype: of the results.
+        slots: of the plan, padding included: what a graph is captured for decides, not who is in it.
+        experts: of the plan.
         tile_tokens: of the plan.
-        to_experts: whether it is the first product.
     """
-    k, most = x.size(1), QUANTIZED_ROWS["experts" if to_experts else "slots"]
-    few = tile_tokens <= most and k <= QUANTIZED_K and k % VECTOR == 0
-    return few and KERNEL_NAMES[x.dtype] in DTYPES_16_BIT and out_dtype is x.dtype
+    few = slots <= QUANTIZED_ROWS * experts and tile_tokens == QUANTIZED_TILE
+    fits = x.size(1) <= QUANTIZED_K and x.size(1) % VECTOR == 0
+    return few and fits and KERNEL_NAMES[x.dtype] in DTYPES_16_BIT and out_dtype is x.dtype
 
 
 def moe_gemm(

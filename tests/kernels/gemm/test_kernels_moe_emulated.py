@@ -55,8 +55,8 @@ _GROUPS = _variant("e4m3", "bf16", 8, blocks=128, x_dtype="bf16")
 _QUANTIZING = (
     _ROWS,
     _GROUPS,
-    _variant("e4m3", "bf16", 16, x_dtype="bf16"),
-    _variant("e4m3", "fp16", 16, blocks=8, x_dtype="fp16"),
+    _variant("e4m3", "bf16", 8, x_dtype="bf16"),
+    _variant("e4m3", "fp16", 8, blocks=8, x_dtype="fp16"),
 )
 
 

@@ -14,6 +14,7 @@ from ostinato import ops
 from ostinato.ops import reference
 from ostinato.ops.moe.moe_linear_cuda import MoeLinear, quantizes_rows, tile_channels
 from ostinato.ops.moe.moe_linear_torch import multiply_slot_by_slot
+from ostinato.ops.moe.plan import tile_tokens_for
 
 
 def expected_of(
@@ -101,15 +102,21 @@ def test_wide_rows_as_the_twin() -> None:
 
 
 def test_when_the_product_quantises_rows() -> None:
-    """Few rows a tile, whole vectors, and results like x."""
-    x = torch.zeros(8, 768, dtype=torch.bfloat16)
-    for first in (False, True):
-        assert quantizes_rows(x, torch.bfloat16, 8, first)
-        assert not quantizes_rows(x, torch.bfloat16, 32, first)
-        assert not quantizes_rows(x, torch.float32, 8, first)
-        assert not quantizes_rows(x.float(), torch.float32, 8, first)
-        assert not quantizes_rows(x[:, :764], torch.bfloat16, 8, first)
-        assert not quantizes_rows(torch.zeros(1, 14336).half(), torch.float16, 8, first)
+    """Few rows of an expert, whole vectors, and results like x."""
+    x = torch.zeros(8, 2048, dtype=torch.bfloat16)
+    of_tokens = {tokens: (8 * tokens, 128, tile_tokens_for(8 * tokens, 128)) for tokens in (32, 33)}
+    assert quantizes_rows(x, torch.bfloat16, *of_tokens[32])
+    assert not quantizes_rows(x, torch.bfloat16, *of_tokens[33])
+    assert quantizes_rows(x, torch.bfloat16, 16, 8, 8)
+    assert not quantizes_rows(x, torch.bfloat16, 17, 8, 8)
+    assert not quantizes_rows(x, torch.bfloat16, 16, 8, 16)
+    for given, out_dtype in (
+        (x, torch.float32),
+        (x.float(), torch.float32),
+        (x[:, :2044], torch.bfloat16),
+        (torch.zeros(1, 2056).half(), torch.float16),
+    ):
+        assert not quantizes_rows(given, out_dtype, *of_tokens[32])
 
 
 def test_dtype_of_the_result_by_default() -> None:

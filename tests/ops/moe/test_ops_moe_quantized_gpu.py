@@ -14,15 +14,14 @@ from ostinato import ops
 from ostinato.ops.common.pdl import pdl
 from ostinato.ops.linear.precompile import precompile
 from ostinato.ops.moe import moe_linear_cuda
-from ostinato.ops.moe.moe_linear import DESTINATIONS
-from ostinato.ops.moe.moe_linear_cuda import MOE_LINEAR, MOST_QUANTIZED_ROWS
+from ostinato.ops.moe.moe_linear_cuda import MOE_LINEAR, QUANTIZED_TILE, quantizes_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("quantizing_kernels")]
 
 CUDA = torch.device("cuda")
 FORMS = ("int8", "e4m3", "block", "block128")
-# (tokens, experts, top_k) of tiles of 8 and of 16 rows; of most experts' some are empty.
-ROUTINGS = ((1, 8, 2), (30, 32, 3), (16, 8, 3), (64, 64, 8))
+# (tokens, experts, top_k) of tiles of 8 rows, with fewer and more than the product is given.
+ROUTINGS = ((1, 8, 2), (30, 32, 3), (10, 8, 3), (32, 128, 8))
 # (N, K): every tail of either.
 SIZES = ((16, 128), (48, 72), (272, 528), (528, 2048), (130, 200), (256, 8))
 
@@ -30,7 +29,7 @@ SIZES = ((16, 128), (48, 72), (272, 528), (528, 2048), (130, 200), (256, 8))
 @pytest.fixture(scope="session")
 def quantizing_kernels() -> None:
     """Have what these tests launch compiled side by side before the first of them."""
-    few = [v for v in MOE_LINEAR if v.tokens <= MOST_QUANTIZED_ROWS]
+    few = [v for v in MOE_LINEAR if v.tokens == QUANTIZED_TILE]
     precompile([v for v in few if v.x_dtype or v.out_dtype in ("bf16", "fp16")])
 
 
@@ -39,8 +38,7 @@ def in_product(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what makes the products quantise rows of every tile that they can, or of none."""
 
     def choose(on: bool) -> None:
-        most = dict.fromkeys(DESTINATIONS, MOST_QUANTIZED_ROWS * on)
-        monkeypatch.setattr(moe_linear_cuda, "QUANTIZED_ROWS", most)
+        monkeypatch.setattr(moe_linear_cuda, "QUANTIZED_ROWS", QUANTIZED_TILE * on)
 
     return choose
 
@@ -64,7 +62,7 @@ def test_every_tile_and_tail(
     tokens, experts, top_k = shape
     for number, (n, k) in enumerate(SIZES):
         plan = routing(tokens, experts, top_k, CUDA, kind=("random", "skewed", "one")[number % 3])
-        assert plan.tile_tokens <= MOST_QUANTIZED_ROWS
+        assert plan.tile_tokens == QUANTIZED_TILE
         rows = tokens if to == "experts" else tokens * top_k
         _, w, scales = operands(form, rows, experts, n, k, CUDA)
         x = rows_of(rows, k, torch.float16 if number % 2 else torch.bfloat16)
@@ -78,6 +76,38 @@ def test_every_tile_and_tail(
                 ops.moe_linear(x, w, plan, power_of_two=power_of_two, out=out, **options)
                 found.append(out)
             assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.parametrize("to", ["experts", "slots"])
+@pytest.mark.parametrize("form", FORMS)
+def test_same_bits_on_both_sides_of_the_rule(form: str, to: str) -> None:
+    """Of 33 tokens a launch quantises rows, of the first 32 the product does."""
+    experts, top_k, n, k = 128, 8, 272, 768
+    logits = torch.randn(33, experts, device=CUDA)
+    _, w, scales = operands(form, 33, experts, n, k, CUDA)
+    packed, dtype = ops.pack_experts(w), torch.bfloat16
+    by_slot = rows_of(33 * top_k, k, dtype)
+    found = []
+    for tokens, active in ((33, 33), (32, 32), (33, 32), (1, 1)):
+        plan = ops.moe_route(logits[:tokens], top_k, n_active=int32([active], CUDA))
+        assert quantizes_rows(by_slot, dtype, tokens * top_k, experts, 8) == (tokens <= 32)
+        slots = plan.rows[: active * top_k].long()
+        if to == "experts":
+            x, n_active = by_slot[:tokens], int32([active], CUDA)
+        else:  # each slot has the same row in every batch
+            x = torch.full((tokens * top_k, k), math.nan, dtype=dtype, device=CUDA)
+            x[: active * top_k] = by_slot[slots]
+            n_active = plan.n_rows
+        y = ops.moe_linear(
+            x, packed, plan, to=to, w_scale=scales["w_scale"], n_active=n_active
+        )
+        if to == "experts":
+            rows = y[: active * top_k].clone()
+            y = torch.empty_like(rows)
+            y[slots] = rows
+        found.append(y.view(-1, top_k, n)[:active])
+    for other in found[1:]:
+        assert_same_bits(other, found[0][: len(other)])
 
 
 @pytest.mark.parametrize("form", FORMS)
