@@ -93,7 +93,12 @@ bool implemented(const MoeLinearParams& params) {
          aligned(params.x, params.x_stride * kXBytes) &&
          (!kQuantizes || (params.k % 8 == 0 && params.k <= kSmemLimit)) &&
          (params.power_of_two == 0 || (kQuantizes && kBlockScales)) && params.tile_channels >= 0 &&
-         params.tile_channels <= kChannels && params.tile_channels % kTileStep == 0;
+         params.tile_channels <= kChannels && params.tile_channels % kTileStep == 0 &&
+         (params.next_w == nullptr ||
+          (aligned(params.next_w, params.next_tile_bytes) && params.next_expert_tiles > 0 &&
+           params.next_tile_channels > 0 && params.next_tile_channels % kPackedRows == 0 &&
+           params.next_tile_channels <= kChannels && params.next_bytes > 0 &&
+           params.next_bytes % 16 == 0 && params.next_bytes <= params.next_tile_bytes));
 }
 
 bool make_plan(const MoeLinearParams& params, Plan* plan) {

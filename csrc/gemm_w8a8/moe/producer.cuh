@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/async_copy.cuh"
+#include "common/l2_prefetch.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
 #include "config.cuh"
@@ -29,6 +30,7 @@ class Producer {
         position.advance(plan_.stages);
       }
     });
+    prefetch_next();
   }
 
   // By kTokenWarps warps, of which this one is the `warp`-th.
@@ -80,6 +82,28 @@ class Producer {
     uint64_t* const full = &storage_.full[slot];
     arrive_expecting(full, plan_.weight_bytes);
     tma_load(ring_ + slot * plan_.stage_bytes, map, 0, packed_tile, step * kStageBlocks, full);
+  }
+
+  // By the thread that loads weights, behind all of its own: memory would be idle from the last of
+  // them until the next product's CTAs have begun. Their tiles follow from the same list.
+  __device__ __forceinline__ void prefetch_next() const {
+    if (params_.next_w == nullptr || tiles_ == 0) {
+      return;
+    }
+    const int index = static_cast<int>(blockIdx.x), channel_tile = index / tiles_;
+    const int cta_tiles = params_.next_tile_channels / kPackedRows;
+    const int begin = channel_tile * cta_tiles;
+    const int stop = min(begin + cta_tiles, params_.next_expert_tiles);
+    if (begin >= stop) {
+      return;  // it has fewer tiles than this grid has CTAs
+    }
+    const int expert = params_.tiles[int64_t(index - channel_tile * tiles_) * 4];
+    const uint8_t* const of_expert =
+        static_cast<const uint8_t*>(params_.next_w) +
+        int64_t(expert) * params_.next_expert_tiles * params_.next_tile_bytes;
+    for (int tile = begin; tile < stop; ++tile) {
+      prefetch_to_l2(of_expert + int64_t(tile) * params_.next_tile_bytes, params_.next_bytes);
+    }
   }
 
   // By `threads` threads, of which this one is the `thread`-th.

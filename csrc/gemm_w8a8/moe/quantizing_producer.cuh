@@ -40,6 +40,9 @@ class QuantizingProducer : public Producer {
           position.advance(plan_.stages);
         }
       });
+      if (elect_lane()) {
+        prefetch_next();
+      }
     } else {
       Producer::copy_weights(map);
     }

@@ -13,8 +13,10 @@ from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.variant import FLOAT_DTYPES, OneDtypeVariant
 from ..common import pdl
-from ..common.device import KERNEL_NAMES, address_of, current_stream, on_device
+from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, has_kernel, on_device
 from ..common.sizes import ceil_div
+from ..linear.packed_weight import TILE_CHANNELS
+from .moe_linear_cuda import FEW_CHANNELS, PREFETCH_TILE, MoeLinear
 from .plan import MoePlan
 
 
@@ -35,6 +37,14 @@ _CLUSTERS = (4, 8)
 _MOST_SEGMENTS = 256
 _MOST_SEGMENT_TOKENS = 65535
 
+# The L2 fetches weights while tokens choose: of at most so many tokens, which have at least so many
+# slots of an expert, on average. Then at most exp(-2) of the experts of a random routing have been
+# fetched for nothing. So much, half of the L2, is what memory reads until experts are known.
+_FETCH_TOKENS = _CLUSTERS[-1] * _SEGMENT_TOKENS
+FETCH_SLOTS = 2
+FETCH_BYTES = 24 << 20
+_KILOBYTE = 1 << 10
+
 register_family(MoeRoute, [MoeRoute(dtype=dtype) for dtype in FLOAT_DTYPES])
 
 
@@ -50,6 +60,36 @@ def segments_of(tokens: int) -> int:
     return ceil_div(tokens, size)
 
 
+def fetch_of(next_w: torch.Tensor | None, plan: MoePlan, sms: int) -> dict[str, int]:
+    """Return the arguments by which a launch has the L2 fetch the beginning of what comes next.
+
+    That is the beginning of the tiles of channels by which the CTAs of the next product begin.
+
+    Args:
+        next_w: the data of the next product's `PackedExperts`.
+        plan: what routing writes.
+        sms: multiprocessors of the GPU.
+    """
+    few = plan.tokens <= _FETCH_TOKENS and plan.tile_tokens <= PREFETCH_TILE
+    least = ceil_div(FETCH_SLOTS * plan.experts, plan.top_k)
+    if next_w is None or not few or plan.tokens < least:
+        return {}
+    expert_tiles, tile_bytes = next_w.size(0) // plan.experts, next_w[0].nbytes
+    of_cta = FEW_CHANNELS // TILE_CHANNELS
+    tiles = min(expert_tiles, max(1, sms // plan.experts) * of_cta)
+    share = FETCH_BYTES // (plan.experts * tiles) // _KILOBYTE * _KILOBYTE
+    if share == 0:
+        return {}
+    return {
+        "next_w": next_w.data_ptr(),
+        "next_least_tokens": least,
+        "next_expert_tiles": expert_tiles,
+        "next_tile_bytes": tile_bytes,
+        "next_tiles": tiles,
+        "next_bytes": min(tile_bytes, share),
+    }
+
+
 def route(
     logits: torch.Tensor,
     scoring: str,
@@ -60,10 +100,13 @@ def route(
     top_groups: int,
     group_score: str,
     n_active: torch.Tensor | None,
+    next_w: torch.Tensor | None,
     plan: MoePlan,
 ) -> None:
     """Launch routing on torch's current stream; the arguments are those of `moe_route`, checked."""
     device = logits.get_device()
+    if next_w is not None and not has_kernel(MoeLinear, next_w):
+        next_w = None
     with on_device(device):
         stream = current_stream(device)
         kernel = MoeRoute(dtype=KERNEL_NAMES[logits.dtype])
@@ -96,4 +139,5 @@ def route(
             top2=group_score == "top2",
             pdl=pdl.enabled(),
             stream=stream,
+            **fetch_of(next_w, plan, gpu(device)[1]),
         )

@@ -133,6 +133,24 @@ int wrong_choices(const Case& of, const std::vector<int>& ids, const std::vector
   return wrong;
 }
 
+// Whether the L2's prefetches differ from the first tiles of every expert.
+int wrong_hints(const MoeRouteParams& params, uint64_t place) {
+  std::vector<std::pair<uint64_t, int>> found, expected;
+  for (const auto& [address, bytes] : ostinato::prefetched) {
+    found.emplace_back(reinterpret_cast<uint64_t>(address), bytes);
+  }
+  const bool one_launch = params.segments == 1 || ostinato::route::suits_cluster(params);
+  const bool fetches = one_launch && *params.n_active >= params.next_least_tokens;
+  for (int expert = 0; params.next_w != nullptr && fetches && expert < params.experts; ++expert) {
+    for (int tile = 0; tile < params.next_tiles; ++tile) {
+      const uint64_t before = uint64_t(expert) * params.next_expert_tiles + tile;
+      expected.emplace_back(place + before * params.next_tile_bytes, params.next_bytes);
+    }
+  }
+  std::sort(found.begin(), found.end());
+  return found == expected ? 0 : 1;
+}
+
 bool run_case(int seed) {
   std::mt19937_64 random(seed * 7919 + 1);
   const Case made = make_case(random);
@@ -173,6 +191,17 @@ bool run_case(int seed) {
   params.groups = made.groups;
   params.top_groups = made.top_groups;
   params.top2 = made.top2 ? 1 : 0;
+  // What is read next lies nowhere: it is only asked for.
+  constexpr uint64_t kNextPlace = uint64_t{1} << 40;
+  if (seed % 2 != 0) {
+    params.next_w = reinterpret_cast<const void*>(kNextPlace);
+    params.next_least_tokens = seed % 5 * 8;
+    params.next_tiles = 1 + seed % 11;
+    params.next_expert_tiles = params.next_tiles + seed % 3;
+    params.next_tile_bytes = 1024 * (1 + seed % 5);
+    params.next_bytes = params.next_tile_bytes - 16 * (seed % 4 / 2);
+  }
+  ostinato::prefetched.clear();
   std::printf("seed %d: %d of %d tokens, %d of %d experts, groups %d/%d, sigmoid %d", seed,
               made.active, made.tokens, made.top_k, made.experts, made.top_groups, made.groups,
               made.sigmoid);
@@ -181,7 +210,7 @@ bool run_case(int seed) {
     std::printf(": refused\n");
     return false;
   }
-  int wrong = wrong_choices(made, ids, weights);
+  int wrong = wrong_choices(made, ids, weights) + wrong_hints(params, kNextPlace);
   std::vector<int> expected_rows, expected_tiles;
   for (int expert = 0; expert < made.experts; ++expert) {
     const int first = static_cast<int>(expected_rows.size());

@@ -121,7 +121,7 @@ def test_behind_the_first_product_in_a_graph(in_product: Any, form: str, tokens:
     packed = (ops.pack_experts(gate_up, gated=True), ops.pack_experts(down))
     logits, active = torch.randn(tokens, experts, device=CUDA), int32([tokens], CUDA)
 
-    def step() -> torch.Tensor:
+    def step(*, ahead: bool = False) -> torch.Tensor:
         plan = ops.moe_route(logits, top_k, renormalize=True, n_active=active)
         scales = (first["w_scale"], second["w_scale"])
         h = ops.moe_linear(
@@ -130,6 +130,7 @@ def test_behind_the_first_product_in_a_graph(in_product: Any, form: str, tokens:
             w_scale=scales[0],
             activation="silu_mul",
             n_active=active,
+            next_w=packed[1] if ahead else None,
         )
         y = ops.moe_linear(
             *(h, packed[1], plan), to="slots", w_scale=scales[1], n_active=plan.n_rows, early=True
@@ -137,10 +138,10 @@ def test_behind_the_first_product_in_a_graph(in_product: Any, form: str, tokens:
         return ops.moe_combine(y, plan).total
 
     in_product(True)
-    step()
+    step(ahead=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        found = step(ahead=True)
     changed = torch.zeros((), dtype=torch.int64, device=CUDA)
     for replay in range(300):
         logits.normal_()

@@ -14,8 +14,8 @@ from ops_cases import assert_same_bits, int32
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.moe.plan import MoePlan, most_tiles
-from ostinato.ops.moe.route_cuda import segments_of
+from ostinato.ops.moe.plan import MoePlan, empty_plan, most_tiles
+from ostinato.ops.moe.route_cuda import fetch_of, segments_of
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "mixtral": {"renormalize": True},
@@ -212,3 +212,33 @@ def test_every_token_is_in_one_segment(tokens: int) -> None:
         assert size * (segments - 1) < tokens <= size * segments, "none is empty"
     else:
         assert tokens <= 32
+
+
+def test_what_is_fetched_while_tokens_choose() -> None:
+    """Where nearly all experts will be chosen: the beginning of as many tiles as there are CTAs."""
+    cpu = torch.device("cpu")
+    gate_up = torch.empty(128 * 96, 32, 16, 64, dtype=torch.int8)  # [1536, 2048] of 128 experts
+    found = fetch_of(gate_up, empty_plan(32, 8, 128, cpu), 132)
+    assert found.pop("next_w") == gate_up.data_ptr()
+    tiles = {"next_expert_tiles": 96, "next_tile_bytes": 32 << 10, "next_tiles": 8}
+    assert found == tiles | {"next_least_tokens": 32, "next_bytes": 24 << 10}
+    assert fetch_of(gate_up, empty_plan(128, 8, 128, cpu), 132)["next_bytes"] == 24 << 10
+    for tokens in (31, 129):
+        assert not fetch_of(gate_up, empty_plan(tokens, 8, 128, cpu), 132)
+    assert not fetch_of(None, empty_plan(32, 8, 128, cpu), 132)
+    # Few experts: several tiles of each, and of short rows all.
+    few = torch.empty(8 * 1000, 2, 16, 64, dtype=torch.int8)
+    found = fetch_of(few, empty_plan(8, 2, 8, cpu), 132)
+    assert (found["next_tiles"], found["next_bytes"]) == (16 * 8, 2 << 10)
+
+
+def test_fetching_ahead_changes_no_plan(device: torch.device) -> None:
+    w = torch.randn(8, 48, 200).bfloat16().to(device)
+    for tokens in (9, 40, 100, 200):
+        logits = torch.randn(tokens, 8, device=device)
+        got = ops.moe_route(logits, 2, next_w=ops.pack_experts(w))
+        assert_same_plan(got, reference.moe_route(logits.cpu(), 2))
+    with pytest.raises(ValueError, match="next_w: got 7 experts, expected 8"):
+        ops.moe_route(logits, 2, next_w=ops.pack_experts(w[:7]))
+    with pytest.raises(TypeError, match="next_w: got Tensor, expected PackedExperts or None"):
+        ops.moe_route(logits, 2, next_w=w)  # type: ignore[arg-type]
