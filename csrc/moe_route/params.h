@@ -34,10 +34,10 @@ struct MoeRouteParams {
   OSTINATO_FIELD(float, routed_scale);
   OSTINATO_FIELD(int32_t, groups);
   OSTINATO_FIELD(int32_t, top_groups);
-  OSTINATO_FIELD(int32_t, top2);    // a group's worth: 1, the sum of its two best, or its best
-  // Packed experts that are multiplied next, or null. Where at least next_least_tokens are real, the
-  // L2 fetches the first next_bytes, a multiple of 16, of the first next_tiles packed tiles of every
-  // expert, each of next_tile_bytes; an expert has next_expert_tiles. Of at most 128 tokens.
+  OSTINATO_FIELD(int32_t, top2);  // a group's worth: 1, the sum of its two best, or its best
+  // Packed experts that are multiplied next, or null. Where at least next_least_tokens are real,
+  // the L2 fetches the first next_bytes, a multiple of 16, of the first next_tiles packed tiles of
+  // every expert, each of next_tile_bytes; an expert has next_expert_tiles. Of at most 128 tokens.
   OSTINATO_OPTIONAL(const void*, next_w);
   OSTINATO_OPTIONAL(int32_t, next_least_tokens);
   OSTINATO_OPTIONAL(int32_t, next_expert_tiles);

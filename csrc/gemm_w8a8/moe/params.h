@@ -40,9 +40,10 @@ struct MoeLinearParams {
   OSTINATO_OPTIONAL(int32_t, tile_channels);
   // 1: x has 16 bits, and scales of its groups are rounded up to powers of two.
   OSTINATO_OPTIONAL(int32_t, power_of_two);
-  // Packed experts that are multiplied next, by a launch with the same tiles, or null. The L2 fetches
-  // what each of its CTAs begins with: the first next_bytes, a multiple of 16, of every packed tile
-  // of next_tile_bytes. An expert has next_expert_tiles, a CTA's tile next_tile_channels.
+  // Packed experts that are multiplied next, by a launch with the same tiles, or null. The L2
+  // fetches what each of its CTAs begins with: the first next_bytes, a multiple of 16, of every
+  // packed tile of next_tile_bytes. An expert has next_expert_tiles, a CTA's tile
+  // next_tile_channels.
   OSTINATO_OPTIONAL(const void*, next_w);
   OSTINATO_OPTIONAL(int32_t, next_expert_tiles);
   OSTINATO_OPTIONAL(int32_t, next_tile_channels);

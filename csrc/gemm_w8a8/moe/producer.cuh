@@ -13,8 +13,8 @@ namespace ostinato::moe {
 class Producer {
  public:
   __device__ Producer(const MoeLinearParams& params, const Plan& plan, uint8_t* ring,
-                      Storage& storage, int tiles)
-      : params_(params), plan_(plan), ring_(ring), storage_(storage), tiles_(tiles) {}
+                      Storage& storage, const Work& work)
+      : params_(params), plan_(plan), ring_(ring), storage_(storage), work_(work) {}
 
   // By a warp, of which one thread copies.
   __device__ __forceinline__ void copy_weights(const CUtensorMap& map) {
@@ -58,10 +58,7 @@ class Producer {
 
   template <class Visit>
   __device__ __forceinline__ void for_each_tile(const Visit& visit) {
-    const int count = tiles_ * plan_.channel_tiles;
-    for (int index = blockIdx.x; index < count; index += gridDim.x) {
-      visit(work_tile_at(params_, plan_, tiles_, index));
-    }
+    work_.for_each_tile(params_, plan_, visit);
   }
 
   // Finds the rows of x of a tile. Each warp reads only what it has written.
@@ -87,17 +84,17 @@ class Producer {
   // By the thread that loads weights, behind all of its own: memory would be idle from the last of
   // them until the next product's CTAs have begun. Their tiles follow from the same list.
   __device__ __forceinline__ void prefetch_next() const {
-    if (params_.next_w == nullptr || tiles_ == 0) {
+    if (params_.next_w == nullptr || work_.tiles == 0) {
       return;
     }
-    const int index = static_cast<int>(blockIdx.x), channel_tile = index / tiles_;
+    const int index = static_cast<int>(blockIdx.x), channel_tile = index / work_.tiles;
     const int cta_tiles = params_.next_tile_channels / kPackedRows;
     const int begin = channel_tile * cta_tiles;
     const int stop = min(begin + cta_tiles, params_.next_expert_tiles);
     if (begin >= stop) {
       return;  // it has fewer tiles than this grid has CTAs
     }
-    const int expert = params_.tiles[int64_t(index - channel_tile * tiles_) * 4];
+    const int expert = params_.tiles[int64_t(index - channel_tile * work_.tiles) * 4];
     const uint8_t* const of_expert =
         static_cast<const uint8_t*>(params_.next_w) +
         int64_t(expert) * params_.next_expert_tiles * params_.next_tile_bytes;
@@ -132,7 +129,7 @@ class Producer {
   const Plan& plan_;
   uint8_t* ring_;
   Storage& storage_;
-  int tiles_;
+  const Work& work_;
 
  private:
   static constexpr int kRowVectors = kUnitDepth / kVectorBytes;  // a lane of each copies a unit

@@ -277,8 +277,8 @@ def _moe_linear(
 
 _op = register(
     "moe_linear(Tensor x, Tensor w, Tensor? x_scale, Tensor? w_scale, int channels, "
-    "bool to_experts, bool gated, bool early, bool power_of_two, Tensor? n_active, Tensor? next_w, Tensor ids, "
-    "Tensor rows, Tensor offsets, Tensor tiles, Tensor n_tiles, int tile_tokens, "
+    "bool to_experts, bool gated, bool early, bool power_of_two, Tensor? n_active, Tensor? next_w, "
+    "Tensor ids, Tensor rows, Tensor offsets, Tensor tiles, Tensor n_tiles, int tile_tokens, "
     "Tensor(a!) out) -> ()",
     _moe_linear,
 )

@@ -191,7 +191,7 @@ def quantizes_rows(
     Args:
         x: [rows, K].
         out_dtype: of the results.
-        slots: of the plan, padding included: what a graph is captured for decides, not who is in it.
+        slots: of the plan, padding included: what a graph is captured for.
         experts: of the plan.
         tile_tokens: of the plan.
     """

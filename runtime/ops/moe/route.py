@@ -164,7 +164,7 @@ def _moe_route(
 _op = register(
     "moe_route(Tensor logits, str scoring, bool renormalize, float routed_scale, "
     "Tensor? correction_bias, int groups, int top_groups, str group_score, Tensor? n_active, "
-    "Tensor? next_w, Tensor(a!) ids, Tensor(b!) weights, Tensor(c!) rows, Tensor(d!) offsets, Tensor(e!) tiles, "
-    "Tensor(f!) n_tiles, int tile_tokens) -> ()",
+    "Tensor? next_w, Tensor(a!) ids, Tensor(b!) weights, Tensor(c!) rows, Tensor(d!) offsets, "
+    "Tensor(e!) tiles, Tensor(f!) n_tiles, int tile_tokens) -> ()",
     _moe_route,
 )

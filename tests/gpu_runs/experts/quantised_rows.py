@@ -1,21 +1,23 @@
-"""Times blocks of experts whose products quantise their rows beside ones with launches for that.
+"""Times blocks of experts in which launches do more, or the L2 fetches ahead, beside plain ones.
 
     python tests/gpu_runs/experts/quantised_rows.py [--precisions P ...] [--tokens N ...] [--trace]
+        [--routing balanced|skewed|one]
 
 Every block has all its launches in a CUDA graph, over input sets that the L2 does not hold, and the
 ways take turns in one process (`ostinato.bench.harness.rotation`):
 
-    launches  tokens and the rows of experts are quantised by launches of their own, as before
-    down      the second product quantises its rows
-    both      the first product quantises tokens, too
+    launches  rows are quantised by launches of their own, nothing is fetched ahead
+    both      both products quantise rows of every tile of 8
+    next      rows as the tree has it; the L2 fetches what the second product begins with
+    tree      all as the tree has it: while tokens choose, the beginning of the first product, too
+    fetch16, fetch24, fetch32  as tree, for any number of tokens, with so many MB of that beginning
 
 A row per precision and number of tokens goes to OUT/quantised_rows.json as it is measured, and the
-table to stdout, with whether all ways gave the same bits for every input set. At the end: the
-largest tiles of which `down` is faster than `launches`, and `both` than `down`. These are to be
-QUANTIZED_ROWS of runtime/ops/moe/moe_linear_cuda.py. The exit code is 1 where bits differ.
+table to stdout, with whether all ways gave the same bits for every input set. At the end: where
+another way takes 1% less than the tree's. The exit code is 1 where bits differ.
 
-Takes 45 s once its kernels are compiled, with --trace 10 s more: what each kernel adds to a block
-at 1, 4 and 16 tokens. It compiles them side by side first: 12 of moe_linear (10 s each on one
+Takes 90 s once its kernels are compiled, with --trace 15 s more: what each kernel adds to a block
+at 1, 4, 32 and 128 tokens. It compiles them side by side first: 9 of moe_linear (5 s each on one
 core), 3 of quantize, moe_route, moe_combine and a few of gemm_tiled. OUT is /tmp/moe_out by
 default. MOE_CPU=1 tries all but the trace with a tiny shape on the CPU.
 """
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -43,19 +46,42 @@ from ostinato.models import DenseLinear
 from ostinato.models.experts.products import experts_kernels
 from ostinato.models.norms import summed
 from ostinato.ops.linear.precompile import precompile
-from ostinato.ops.moe import moe_linear_cuda
+from ostinato.ops.moe import moe_linear_cuda, route_cuda
 from ostinato.ops.moe.combine_cuda import MoeCombine
-from ostinato.ops.moe.moe_linear_cuda import MOST_QUANTIZED_ROWS, MoeLinear
-from ostinato.ops.moe.plan import TILE_TOKENS, tile_tokens_for
+from ostinato.ops.moe.moe_linear_cuda import QUANTIZED_TILE, MoeLinear
+from ostinato.ops.moe.plan import tile_tokens_for
 from ostinato.ops.moe.route_cuda import MoeRoute
 
 CPU = os.environ.get("MOE_CPU") == "1"
 OUT = Path(os.environ.get("OUT", "/tmp/moe_out"))
 SHAPE = Shape(16, 4, 32, 24) if CPU else Shape(128, 8, 2048, 768)
-WAYS = ("launches", "down", "both")
+MB = 1 << 20
+# Rows of an expert that products quantise, rows of a tile up to which the first fetches ahead,
+# slots of an expert from which routing does, and how much of it; None: the tree's.
+WAYS: dict[str, tuple[int | None, int | None, float | None, int | None]] = {
+    "launches": (0, 0, math.inf, None),
+    "both": (QUANTIZED_TILE, 0, math.inf, None),
+    "next": (None, None, math.inf, None),
+    "tree": (None, None, None, None),
+    "fetch16": (None, None, 0, 16 * MB),
+    "fetch24": (None, None, 0, 24 * MB),
+    "fetch32": (None, None, 0, 32 * MB),
+}
 PRECISIONS = ("fp8-block", "int8", "fp8")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+MOST_TILE = 16  # of 128 tokens
 T0 = time.time()
+
+
+TREE: dict[tuple[Any, str], Any] = {
+    (module, name): getattr(module, name)
+    for module, name in (
+        (moe_linear_cuda, "QUANTIZED_ROWS"),
+        (moe_linear_cuda, "PREFETCH_TILE"),
+        (route_cuda, "FETCH_SLOTS"),
+        (route_cuda, "FETCH_BYTES"),
+    )
+}
 
 
 def say(*words: object) -> None:
@@ -63,11 +89,9 @@ def say(*words: object) -> None:
 
 
 def block(way: str, s: Inputs) -> torch.Tensor:
-    """Return the sums of a block; which products quantise is decided as it is launched."""
-    moe_linear_cuda.QUANTIZED_ROWS = {
-        "experts": MOST_QUANTIZED_ROWS if way == "both" else 0,
-        "slots": 0 if way == "launches" else MOST_QUANTIZED_ROWS,
-    }
+    """Return the sums of a block; what launches do is decided as they are made."""
+    for (module, name), value in zip(TREE, WAYS[way], strict=True):
+        setattr(module, name, TREE[module, name] if value is None else value)
     return summed(s.weights.mixture(s.x, s.config))
 
 
@@ -94,27 +118,13 @@ def compile_kernels() -> None:
         torch.empty(SHAPE.experts, SHAPE.hidden, dtype=bf16), out_dtype=torch.float32
     )
     need += router.kernels("per_token", bf16)
-    few = [tile for tile in TILE_TOKENS if tile <= MOST_QUANTIZED_ROWS]
-    need = [v for v in need if not isinstance(v, MoeLinear) or (v.tokens in few and not v.x_dtype)]
-    need += [
-        MoeLinear(
-            dtype=dtype,
-            out_dtype="bf16",
-            tokens=tile,
-            block_scales=channels == 128,
-            scale_channels=channels,
-            x_dtype="bf16",
-        )
-        for dtype, channels in (("int8", 8), ("e4m3", 8), ("e4m3", 128))
-        for tile in few
-    ]
-    precompile(need)
+    precompile([v for v in need if not isinstance(v, MoeLinear) or v.tokens <= MOST_TILE])
     say(len(need), "kernels are there")
 
 
 def traced(sets: list[Inputs], tokens: int, precision: str) -> None:
     """Print what each kernel adds to a block, in microseconds."""
-    for way in WAYS:
+    for way in ("launches", "next", "tree"):
         run: Callable[[], object] = rotate([partial(block, way, s) for s in sets], DEVICE).replay
         runs = trace(run)
         names = [span.name for span in runs[0]]
@@ -130,6 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--routing", default="balanced", choices=("balanced", "skewed", "one"))
     parser.add_argument("--trace", action="store_true")
     given = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
@@ -139,9 +150,10 @@ def main() -> int:
     for precision in given.precisions:
         weights = [random_weights(SHAPE, precision, DEVICE) for _ in range(2)]
         for turn, tokens in enumerate(given.tokens):
-            case = Case(SHAPE, tokens, "balanced")
+            case = Case(SHAPE, tokens, given.routing)
             sets = list(random_inputs(case, precision, DEVICE, weights))
             row: dict[str, Any] = {"precision": precision, "tokens": tokens}
+            row["routing"] = given.routing
             row["tile"] = tile_tokens_for(tokens * SHAPE.top_k, SHAPE.experts)
             row["same_bits"] = same_bits(sets[:8])
             rotations = [rotate([partial(block, way, s) for s in sets], DEVICE) for way in WAYS]
@@ -152,7 +164,7 @@ def main() -> int:
             text = " ".join(f"{way} {row[way]:8.2f}" for way in WAYS)
             bits = "same bits" if row["same_bits"] else "BITS DIFFER"
             say(f"{precision:9} {tokens:4} tokens, tile {row['tile']:3}: {text} us, {bits}")
-            if given.trace and not CPU and tokens in (1, 4, 16):
+            if given.trace and not CPU and tokens in (1, 4, 32, 128):
                 traced(sets, tokens, precision)
             del rotations, sets
             if not CPU:
@@ -163,19 +175,12 @@ def main() -> int:
 
 
 def decide(rows: list[dict[str, Any]]) -> None:
-    """Say which tiles gain: from 8 rows on, as long as few of their rows lose, and little."""
-    for product, before, after in (("slots", "launches", "down"), ("experts", "down", "both")):
-        best = 0
-        for tile in (tile for tile in TILE_TOKENS if tile <= MOST_QUANTIZED_ROWS):
-            ratios = [row[after] / row[before] for row in rows if row["tile"] == tile]
-            if not ratios:
-                break
-            worst, middle = max(ratios), statistics.median(ratios)
-            say(f"tile {tile}: {after} / {before} is {min(ratios):.3f} to {worst:.3f}")
-            if middle >= 1 or worst > 1.01:
-                break
-            best = tile
-        say(f"QUANTIZED_ROWS[{product!r}] should be {best}")
+    """Say where another way than the tree's is the fastest."""
+    for row in rows:
+        best = min(WAYS, key=lambda way: float(row[way]))
+        if row[best] < 0.99 * row["tree"]:
+            text = f"{best} takes {row[best] / row['tree']:.3f} of the tree's"
+            say(f"{row['precision']} {row['tokens']} tokens: {text}")
 
 
 if __name__ == "__main__":

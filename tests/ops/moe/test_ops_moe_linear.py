@@ -328,9 +328,7 @@ def test_fetching_ahead_changes_no_bit() -> None:
     plan = routing(5, 6, 2, device)
     options: dict[str, Any] = {"to": "experts", "activation": "silu_mul", **scales}
     expected = ops.moe_linear(x, w, plan, **options)
-    assert_same_bits(
-        ops.moe_linear(x, w, plan, next_w=ops.pack_experts(down), **options), expected
-    )
+    assert_same_bits(ops.moe_linear(x, w, plan, next_w=ops.pack_experts(down), **options), expected)
 
 
 def test_tiles_are_cut_where_that_spreads_the_reads_of_weights() -> None:

@@ -98,9 +98,7 @@ def test_same_bits_on_both_sides_of_the_rule(form: str, to: str) -> None:
             x = torch.full((tokens * top_k, k), math.nan, dtype=dtype, device=CUDA)
             x[: active * top_k] = by_slot[slots]
             n_active = plan.n_rows
-        y = ops.moe_linear(
-            x, packed, plan, to=to, w_scale=scales["w_scale"], n_active=n_active
-        )
+        y = ops.moe_linear(x, packed, plan, to=to, w_scale=scales["w_scale"], n_active=n_active)
         if to == "experts":
             rows = y[: active * top_k].clone()
             y = torch.empty_like(rows)
