@@ -7,7 +7,8 @@
 // A warp selects for a token. For few tokens one CTA does all. Of more, CTAs have segments: they
 // select, count the slots of each expert, and plan once all have counted. A cluster does that in
 // one launch, any number of CTAs in two. Nothing of a row depends on which. Beside one CTA or a
-// cluster, others may have the L2 fetch weights (fetch.cuh).
+// cluster, others may have the L2 fetch weights (fetch.cuh): beside one they select, too, as fast as
+// it does, and know which.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -52,14 +53,14 @@ __host__ __device__ inline int selection_bytes(const MoeRouteParams& p, int warp
   return p.groups > 1 ? warps * even(p.experts) * static_cast<int>(sizeof(float)) : 0;
 }
 
-// Selects for the tokens from `first` to `stop`, by all warps of a CTA.
+// Selects for the tokens from `first` to `stop`, by all warps of a CTA. `records`: see Selection.
 template <int kPerLane>
 __device__ __forceinline__ void select_tokens(const MoeRouteParams& p, uint8_t* storage,
-                                              int* counts, int* ids, int first, int stop,
-                                              int warps) {
+                                              int* counts, int* ids, int first, int stop, int warps,
+                                              bool records = true) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   float* const memory = reinterpret_cast<float*>(storage) + warp * p.experts;
-  Selection<kPerLane> selection(p, memory, counts, ids);
+  Selection<kPerLane> selection(p, memory, counts, ids, records);
   const int active = p.n_active == nullptr ? p.tokens : *p.n_active;
   for (int token = first + warp; token < stop; token += warps) {
     selection.run(token, token < active);
@@ -69,8 +70,9 @@ __device__ __forceinline__ void select_tokens(const MoeRouteParams& p, uint8_t* 
 template <int kPerLane>
 __global__ void __launch_bounds__(kFewWarps<kPerLane> * 32, 1)
     route_few(const __grid_constant__ MoeRouteParams p) {
-  if (is_to_fetch(p)) {
-    fetch_weights(p);
+  const bool fetches = is_to_fetch(p);
+  if (fetches && choose_nearly_all(p)) {
+    fetch_weights(p, nullptr);
     return;
   }
   extern __shared__ __align__(1024) uint8_t storage[];
@@ -83,7 +85,12 @@ __global__ void __launch_bounds__(kFewWarps<kPerLane> * 32, 1)
   // Not before the wait: see csrc/embed.
   let_successor_start();
   __syncthreads();
-  select_tokens<kPerLane>(p, storage, planner.counts(), ids, 0, p.tokens, kWarps);
+  select_tokens<kPerLane>(p, storage, planner.counts(), ids, 0, p.tokens, kWarps, !fetches);
+  if (fetches) {
+    __syncthreads();
+    fetch_weights(p, planner.counts());
+    return;
+  }
   planner.run();
 }
 
@@ -138,7 +145,9 @@ template <int kPerLane>
 __global__ void __launch_bounds__(kSelectWarps * 32, 1)
     route_cluster(const __grid_constant__ MoeRouteParams p) {
   if (is_to_fetch(p)) {
-    fetch_weights(p);
+    if (choose_nearly_all(p)) {
+      fetch_weights(p, nullptr);
+    }
     return;
   }
   extern __shared__ __align__(1024) uint8_t storage[];
@@ -179,9 +188,10 @@ bool is_valid(const MoeRouteParams& p) {
          p.groups > 0 && p.groups <= kMostGroups && p.experts % p.groups == 0 && p.top_groups > 0 &&
          p.top_groups <= p.groups && p.top_k <= p.experts / p.groups * p.top_groups &&
          (p.next_w == nullptr ||
-          (aligned(p.next_w, 16) && p.next_tile_bytes % 16 == 0 && p.next_bytes % 16 == 0 &&
-           p.next_bytes > 0 && p.next_bytes <= p.next_tile_bytes && p.next_tiles > 0 &&
-           p.next_tiles <= p.next_expert_tiles)) &&
+          (aligned(p.next_w, 16) && p.next_tile_bytes % 16 == 0 && p.next_ctas > 0 &&
+           p.next_cta_tiles > 0 && p.next_budget > 0 &&
+           int64_t(p.next_ctas) * p.next_cta_tiles <= INT32_MAX / kMostExperts &&
+           p.next_tile_bytes > 0 && p.next_tile_bytes <= INT32_MAX / 2)) &&
          p.tile_tokens > 0 && slots <= INT32_MAX - 1024 && p.tokens >= 0 && segments &&
          p.offsets != nullptr && p.n_tiles != nullptr && aligned(p.tiles, sizeof(int4)) &&
          (p.tokens == 0 || (p.logits != nullptr && p.ids != nullptr && p.weights != nullptr &&

@@ -64,9 +64,9 @@ def moe_route(
         group_score: "max", the best expert of a group, or "top2", the sum of its two best.
         n_active: int32 [1], how many tokens are real: those after them are padding, which goes to
             no expert. On CUDA it is read early, as by `linear`.
-        next_w: weights that are multiplied next with this plan, constants: of up to 128 tokens
-            that will choose nearly all experts, a kernel has the L2 fetch the beginning of each
-            while memory would be idle. A hint, of no bit.
+        next_w: weights that are multiplied next with this plan, constants: of up to 128 tokens a
+            kernel has the L2 fetch what that launch begins with, of experts that are chosen or will
+            nearly all be, while memory would be idle. A hint, of no bit.
         stream: see `ostinato.ops`.
 
     Returns:

@@ -37,13 +37,13 @@ _CLUSTERS = (4, 8)
 _MOST_SEGMENTS = 256
 _MOST_SEGMENT_TOKENS = 65535
 
-# The L2 fetches weights while tokens choose: of at most so many tokens, which have at least so many
-# slots of an expert, on average. Then at most exp(-2) of the experts of a random routing have been
-# fetched for nothing. So much, half of the L2, is what memory reads until experts are known.
+# The L2 fetches weights while a launch routes: of at most so many tokens, and so much, half of it:
+# what memory reads meanwhile, and more.
 _FETCH_TOKENS = _CLUSTERS[-1] * _SEGMENT_TOKENS
-FETCH_SLOTS = 2
 FETCH_BYTES = 24 << 20
-_KILOBYTE = 1 << 10
+# Of all experts before they are chosen, from so many slots of one on: then exp(-2) of them are
+# fetched for nothing, if tokens choose at random.
+FETCH_SLOTS = 2
 
 register_family(MoeRoute, [MoeRoute(dtype=dtype) for dtype in FLOAT_DTYPES])
 
@@ -72,21 +72,17 @@ def fetch_of(next_w: torch.Tensor | None, plan: MoePlan, sms: int) -> dict[str, 
     """
     few = plan.tokens <= _FETCH_TOKENS and plan.tile_tokens <= PREFETCH_TILE
     least = ceil_div(FETCH_SLOTS * plan.experts, plan.top_k)
-    if next_w is None or not few or plan.tokens < least:
-        return {}
-    expert_tiles, tile_bytes = next_w.size(0) // plan.experts, next_w[0].nbytes
-    of_cta = FEW_CHANNELS // TILE_CHANNELS
-    tiles = min(expert_tiles, max(1, sms // plan.experts) * of_cta)
-    share = FETCH_BYTES // (plan.experts * tiles) // _KILOBYTE * _KILOBYTE
-    if share == 0:
+    knows_chosen = plan.tokens <= _FEW_TOKENS  # one CTA routes, and others can do the same
+    if next_w is None or not few or not (knows_chosen or plan.tokens >= least) or not FETCH_BYTES:
         return {}
     return {
         "next_w": next_w.data_ptr(),
+        "next_ctas": sms,
+        "next_expert_tiles": next_w.size(0) // plan.experts,
+        "next_tile_bytes": next_w[0].nbytes,
+        "next_cta_tiles": FEW_CHANNELS // TILE_CHANNELS,
+        "next_budget": FETCH_BYTES,
         "next_least_tokens": least,
-        "next_expert_tiles": expert_tiles,
-        "next_tile_bytes": tile_bytes,
-        "next_tiles": tiles,
-        "next_bytes": min(tile_bytes, share),
     }
 
 

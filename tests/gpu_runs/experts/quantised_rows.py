@@ -9,8 +9,10 @@ ways take turns in one process (`ostinato.bench.harness.rotation`):
     launches  rows are quantised by launches of their own, nothing is fetched ahead
     both      both products quantise rows of every tile of 8
     next      rows as the tree has it; the L2 fetches what the second product begins with
-    tree      all as the tree has it: while tokens choose, the beginning of the first product, too
-    fetch16, fetch24, fetch32  as tree, for any number of tokens, with so many MB of that beginning
+    chosen    that, and while a plan is made what the first begins with, of experts that are chosen
+    tree      all as the tree has it: of nearly all experts before they are chosen
+    fetch16, fetch24, fetch32  of all experts before they are chosen, for any number of tokens, so
+              many MB in all
 
 A row per precision and number of tokens goes to OUT/quantised_rows.json as it is measured, and the
 table to stdout, with whether all ways gave the same bits for every input set. At the end: where
@@ -26,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -57,11 +58,13 @@ OUT = Path(os.environ.get("OUT", "/tmp/moe_out"))
 SHAPE = Shape(16, 4, 32, 24) if CPU else Shape(128, 8, 2048, 768)
 MB = 1 << 20
 # Rows of an expert that products quantise, rows of a tile up to which the first fetches ahead,
-# slots of an expert from which routing does, and how much of it; None: the tree's.
-WAYS: dict[str, tuple[int | None, int | None, float | None, int | None]] = {
-    "launches": (0, 0, math.inf, None),
-    "both": (QUANTIZED_TILE, 0, math.inf, None),
-    "next": (None, None, math.inf, None),
+# slots of an expert from which routing does for all, and how much of it; None: the tree's.
+MANY = 1 << 20
+WAYS: dict[str, tuple[int | None, ...]] = {
+    "launches": (0, 0, MANY, 0),
+    "both": (QUANTIZED_TILE, 0, MANY, 0),
+    "next": (None, None, MANY, 0),
+    "chosen": (None, None, MANY, None),
     "tree": (None, None, None, None),
     "fetch16": (None, None, 0, 16 * MB),
     "fetch24": (None, None, 0, 24 * MB),
@@ -71,8 +74,6 @@ PRECISIONS = ("fp8-block", "int8", "fp8")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_TILE = 16  # of 128 tokens
 T0 = time.time()
-
-
 TREE: dict[tuple[Any, str], Any] = {
     (module, name): getattr(module, name)
     for module, name in (
@@ -124,7 +125,7 @@ def compile_kernels() -> None:
 
 def traced(sets: list[Inputs], tokens: int, precision: str) -> None:
     """Print what each kernel adds to a block, in microseconds."""
-    for way in ("launches", "next", "tree"):
+    for way in ("launches", "next", "chosen", "tree"):
         run: Callable[[], object] = rotate([partial(block, way, s) for s in sets], DEVICE).replay
         runs = trace(run)
         names = [span.name for span in runs[0]]

@@ -133,22 +133,40 @@ int wrong_choices(const Case& of, const std::vector<int>& ids, const std::vector
   return wrong;
 }
 
-// Whether the L2's prefetches differ from the first tiles of every expert.
-int wrong_hints(const MoeRouteParams& params, uint64_t place) {
-  std::vector<std::pair<uint64_t, int>> found, expected;
+// Whether the L2's prefetches differ from the beginning of the first tiles of each expert: of those
+// that have been chosen, or of all.
+int wrong_hints(const MoeRouteParams& p, uint64_t place, const std::vector<int>& ids) {
+  std::vector<std::pair<uint64_t, uint64_t>> found, expected;
   for (const auto& [address, bytes] : ostinato::prefetched) {
     found.emplace_back(reinterpret_cast<uint64_t>(address), bytes);
   }
-  const bool one_launch = params.segments == 1 || ostinato::route::suits_cluster(params);
-  const bool fetches = one_launch && *params.n_active >= params.next_least_tokens;
-  for (int expert = 0; params.next_w != nullptr && fetches && expert < params.experts; ++expert) {
-    for (int tile = 0; tile < params.next_tiles; ++tile) {
-      const uint64_t before = uint64_t(expert) * params.next_expert_tiles + tile;
-      expected.emplace_back(place + before * params.next_tile_bytes, params.next_bytes);
+  const bool all = *p.n_active >= p.next_least_tokens;
+  const bool fetches = p.segments == 1 || (all && ostinato::route::suits_cluster(p));
+  const int experts = all ? p.experts : std::min(p.experts, *p.n_active * p.top_k);
+  for (int expert = 0; p.next_w != nullptr && fetches && expert < p.experts; ++expert) {
+    if (!all && std::find(ids.begin(), ids.end() - 1, expert) == ids.end() - 1) {
+      continue;
+    }
+    const int ctas = std::max(1, p.next_ctas / experts);
+    const int tiles = std::min(p.next_expert_tiles, ctas * p.next_cta_tiles);
+    const int bytes = std::min(p.next_tile_bytes, p.next_budget / experts / tiles) / 16 * 16;
+    for (int tile = 0; bytes > 0 && tile < tiles; ++tile) {
+      const uint64_t before = uint64_t(expert) * p.next_expert_tiles + tile;
+      expected.emplace_back(place + before * p.next_tile_bytes, bytes);
     }
   }
+  // Of a tile as many at once as the kernel likes, without a gap.
   std::sort(found.begin(), found.end());
-  return found == expected ? 0 : 1;
+  std::vector<std::pair<uint64_t, uint64_t>> joined;
+  for (const auto& [address, bytes] : found) {
+    const bool begins = (address - place) % p.next_tile_bytes == 0;
+    if (!begins && !joined.empty() && joined.back().first + joined.back().second == address) {
+      joined.back().second += bytes;
+    } else {
+      joined.emplace_back(address, bytes);
+    }
+  }
+  return joined == expected ? 0 : 1;
 }
 
 bool run_case(int seed) {
@@ -196,10 +214,11 @@ bool run_case(int seed) {
   if (seed % 2 != 0) {
     params.next_w = reinterpret_cast<const void*>(kNextPlace);
     params.next_least_tokens = seed % 5 * 8;
-    params.next_tiles = 1 + seed % 11;
-    params.next_expert_tiles = params.next_tiles + seed % 3;
-    params.next_tile_bytes = 1024 * (1 + seed % 5);
-    params.next_bytes = params.next_tile_bytes - 16 * (seed % 4 / 2);
+    params.next_ctas = 1 + seed % 140;
+    params.next_cta_tiles = 1 + seed % 8;
+    params.next_expert_tiles = 1 + seed % 23;
+    params.next_tile_bytes = 1024 * (1 + seed % 21);
+    params.next_budget = 1 << (10 + seed % 13);
   }
   ostinato::prefetched.clear();
   std::printf("seed %d: %d of %d tokens, %d of %d experts, groups %d/%d, sigmoid %d", seed,
@@ -210,7 +229,7 @@ bool run_case(int seed) {
     std::printf(": refused\n");
     return false;
   }
-  int wrong = wrong_choices(made, ids, weights) + wrong_hints(params, kNextPlace);
+  int wrong = wrong_choices(made, ids, weights) + wrong_hints(params, kNextPlace, ids);
   std::vector<int> expected_rows, expected_tiles;
   for (int expert = 0; expert < made.experts; ++expert) {
     const int first = static_cast<int>(expected_rows.size());

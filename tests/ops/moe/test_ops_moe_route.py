@@ -215,21 +215,26 @@ def test_every_token_is_in_one_segment(tokens: int) -> None:
 
 
 def test_what_is_fetched_while_tokens_choose() -> None:
-    """Where nearly all experts will be chosen: the beginning of as many tiles as there are CTAs."""
+    """Of up to 128 tokens, and of all experts where nearly all will be chosen."""
     cpu = torch.device("cpu")
     gate_up = torch.empty(128 * 96, 32, 16, 64, dtype=torch.int8)  # [1536, 2048] of 128 experts
-    found = fetch_of(gate_up, empty_plan(32, 8, 128, cpu), 132)
+    found = fetch_of(gate_up, empty_plan(4, 8, 128, cpu), 132)
+    assert found == fetch_of(gate_up, empty_plan(128, 8, 128, cpu), 132)
     assert found.pop("next_w") == gate_up.data_ptr()
-    tiles = {"next_expert_tiles": 96, "next_tile_bytes": 32 << 10, "next_tiles": 8}
-    assert found == tiles | {"next_least_tokens": 32, "next_bytes": 24 << 10}
-    assert fetch_of(gate_up, empty_plan(128, 8, 128, cpu), 132)["next_bytes"] == 24 << 10
-    for tokens in (31, 129):
-        assert not fetch_of(gate_up, empty_plan(tokens, 8, 128, cpu), 132)
+    assert found == {
+        "next_ctas": 132,
+        "next_expert_tiles": 96,
+        "next_tile_bytes": 32 << 10,
+        "next_cta_tiles": 8,
+        "next_budget": 24 << 20,
+        "next_least_tokens": 32,
+    }
+    assert not fetch_of(gate_up, empty_plan(129, 8, 128, cpu), 132)
+    many = torch.empty(512 * 8, 32, 16, 64, dtype=torch.int8)
+    assert fetch_of(many, empty_plan(32, 8, 512, cpu), 132)
+    assert not fetch_of(many, empty_plan(33, 8, 512, cpu), 132)  # and not before they have chosen
+    assert not fetch_of(gate_up[: 8 * 96], empty_plan(128, 4, 8, cpu), 132)  # tiles of 128 rows
     assert not fetch_of(None, empty_plan(32, 8, 128, cpu), 132)
-    # Few experts: several tiles of each, and of short rows all.
-    few = torch.empty(8 * 1000, 2, 16, 64, dtype=torch.int8)
-    found = fetch_of(few, empty_plan(8, 2, 8, cpu), 132)
-    assert (found["next_tiles"], found["next_bytes"]) == (16 * 8, 2 << 10)
 
 
 def test_fetching_ahead_changes_no_plan(device: torch.device) -> None:
