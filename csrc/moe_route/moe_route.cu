@@ -7,8 +7,8 @@
 // A warp selects for a token. For few tokens one CTA does all. Of more, CTAs have segments: they
 // select, count the slots of each expert, and plan once all have counted. A cluster does that in
 // one launch, any number of CTAs in two. Nothing of a row depends on which. Beside one CTA or a
-// cluster, others may have the L2 fetch weights (fetch.cuh): beside one they select, too, as fast as
-// it does, and know which.
+// cluster, others may have the L2 fetch weights (fetch.cuh): beside one they select, too, as fast
+// as it does, and know which.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -33,7 +33,7 @@ constexpr int kSelectWarps = 16;  // of a CTA that selects for a segment
 constexpr int kPlanWarps = 32;    // of one that plans it
 constexpr int kFewTokens = 32;    // that one CTA routes
 constexpr int kRoundSlots = 4096;
-constexpr int kFetchCtas = 64;
+constexpr int kMostFetchCtas = 1024;
 constexpr int kMostClusterSlots = kSelectWarps * kMostTopK;  // of a CTA, whose warps have a token
 
 // Warps of the CTA that routes few tokens: as many as registers allow.
@@ -189,6 +189,7 @@ bool is_valid(const MoeRouteParams& p) {
          p.top_groups <= p.groups && p.top_k <= p.experts / p.groups * p.top_groups &&
          (p.next_w == nullptr ||
           (aligned(p.next_w, 16) && p.next_tile_bytes % 16 == 0 && p.next_ctas > 0 &&
+           p.fetch_ctas > 0 && p.fetch_ctas % 8 == 0 && p.fetch_ctas <= kMostFetchCtas &&
            p.next_cta_tiles > 0 && p.next_budget > 0 &&
            int64_t(p.next_ctas) * p.next_cta_tiles <= INT32_MAX / kMostExperts &&
            p.next_tile_bytes > 0 && p.next_tile_bytes <= INT32_MAX / 2)) &&
@@ -205,7 +206,7 @@ cudaError_t route(const MoeRouteParams& p, cudaStream_t stream) {
   config.pdl = p.pdl != 0;
   config.grid = dim3(static_cast<uint32_t>(p.segments));
   const int slots = segment_slots(p);
-  const uint32_t fetching = p.next_w != nullptr && kHasClusters ? kFetchCtas : 0;
+  const uint32_t fetching = p.next_w != nullptr && kHasClusters ? p.fetch_ctas : 0;
   if (p.segments == 1) {
     config.grid.x += fetching;
     constexpr int kWarps = kFewWarps<kPerLane>;

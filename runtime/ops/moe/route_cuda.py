@@ -41,6 +41,7 @@ _MOST_SEGMENT_TOKENS = 65535
 # what memory reads meanwhile, and more.
 _FETCH_TOKENS = _CLUSTERS[-1] * _SEGMENT_TOKENS
 FETCH_BYTES = 24 << 20
+FETCH_CTAS = 64  # that ask for it
 # Of all experts before they are chosen, from so many slots of one on: then exp(-2) of them are
 # fetched for nothing, if tokens choose at random.
 FETCH_SLOTS = 2
@@ -77,6 +78,7 @@ def fetch_of(next_w: torch.Tensor | None, plan: MoePlan, sms: int) -> dict[str, 
         return {}
     return {
         "next_w": next_w.data_ptr(),
+        "fetch_ctas": FETCH_CTAS,
         "next_ctas": sms,
         "next_expert_tiles": next_w.size(0) // plan.experts,
         "next_tile_bytes": next_w[0].nbytes,

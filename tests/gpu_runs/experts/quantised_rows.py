@@ -11,6 +11,7 @@ ways take turns in one process (`ostinato.bench.harness.rotation`):
     next      rows as the tree has it; the L2 fetches what the second product begins with
     chosen    that, and while a plan is made what the first begins with, of experts that are chosen
     tree      all as the tree has it: of nearly all experts before they are chosen
+    ctas32, ctas128  as tree, with so many CTAs that fetch
     fetch16, fetch24, fetch32  of all experts before they are chosen, for any number of tokens, so
               many MB in all
 
@@ -58,17 +59,20 @@ OUT = Path(os.environ.get("OUT", "/tmp/moe_out"))
 SHAPE = Shape(16, 4, 32, 24) if CPU else Shape(128, 8, 2048, 768)
 MB = 1 << 20
 # Rows of an expert that products quantise, rows of a tile up to which the first fetches ahead,
-# slots of an expert from which routing does for all, and how much of it; None: the tree's.
+# slots of an expert from which routing does for all, how much of it, by how many CTAs; None: the
+# tree's.
 MANY = 1 << 20
 WAYS: dict[str, tuple[int | None, ...]] = {
-    "launches": (0, 0, MANY, 0),
-    "both": (QUANTIZED_TILE, 0, MANY, 0),
-    "next": (None, None, MANY, 0),
-    "chosen": (None, None, MANY, None),
-    "tree": (None, None, None, None),
-    "fetch16": (None, None, 0, 16 * MB),
-    "fetch24": (None, None, 0, 24 * MB),
-    "fetch32": (None, None, 0, 32 * MB),
+    "launches": (0, 0, MANY, 0, None),
+    "both": (QUANTIZED_TILE, 0, MANY, 0, None),
+    "next": (None, None, MANY, 0, None),
+    "chosen": (None, None, MANY, None, None),
+    "tree": (None, None, None, None, None),
+    "ctas32": (None, None, None, None, 32),
+    "ctas128": (None, None, None, None, 128),
+    "fetch16": (None, None, 0, 16 * MB, None),
+    "fetch24": (None, None, 0, 24 * MB, None),
+    "fetch32": (None, None, 0, 32 * MB, None),
 }
 PRECISIONS = ("fp8-block", "int8", "fp8")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -81,6 +85,7 @@ TREE: dict[tuple[Any, str], Any] = {
         (moe_linear_cuda, "PREFETCH_TILE"),
         (route_cuda, "FETCH_SLOTS"),
         (route_cuda, "FETCH_BYTES"),
+        (route_cuda, "FETCH_CTAS"),
     )
 }
 

@@ -214,6 +214,7 @@ bool run_case(int seed) {
   if (seed % 2 != 0) {
     params.next_w = reinterpret_cast<const void*>(kNextPlace);
     params.next_least_tokens = seed % 5 * 8;
+    params.fetch_ctas = 8 + seed % 5 * 8;
     params.next_ctas = 1 + seed % 140;
     params.next_cta_tiles = 1 + seed % 8;
     params.next_expert_tiles = 1 + seed % 23;

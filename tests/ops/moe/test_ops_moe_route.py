@@ -222,6 +222,7 @@ def test_what_is_fetched_while_tokens_choose() -> None:
     assert found == fetch_of(gate_up, empty_plan(128, 8, 128, cpu), 132)
     assert found.pop("next_w") == gate_up.data_ptr()
     assert found == {
+        "fetch_ctas": 64,
         "next_ctas": 132,
         "next_expert_tiles": 96,
         "next_tile_bytes": 32 << 10,
