@@ -158,6 +158,10 @@ class Selection {
       most = fmaxf(most, x[i]);  // NaN is found apart
     }
     scores.most = max_of_warp(most);
+    // Where logits are compared and weights are not asked for, nobody looks at scores.
+    if (!records_ && params_.correction_bias == nullptr && params_.groups == 1) {
+      return scores;
+    }
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       sum = __fadd_rn(sum, expf(x[i] - scores.most));
