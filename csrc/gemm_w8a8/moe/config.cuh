@@ -99,48 +99,4 @@ __device__ __forceinline__ WorkTile work_tile_at(const MoeLinearParams& params, 
   return {entry[0], entry[1], entry[2] - entry[1], channel_tile * plan.tile_channels};
 }
 
-// The work of a launch: how many tiles of rows there are, and with which tile this CTA begins.
-struct Work {
-  int tiles;
-  WorkTile first;
-
-  // By all lanes of a warp. Where tiles are few, the first one is loaded beside their number,
-  // before it is known which it is: that saves the way to the L2 once. Nobody looks at what is
-  // loaded from behind the last.
-  __device__ __forceinline__ Work(const MoeLinearParams& params, const Plan& plan) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int* const entry = params.tiles + (lane < params.max_tiles ? lane : 0) * 4;
-    const int expert = entry[0], first_row = entry[1], stop = entry[2];
-    tiles = *params.n_tiles;
-    if (tiles == 0) {
-      return;
-    }
-    const int index = static_cast<int>(blockIdx.x), channel_tile = index / tiles;
-    const int tile = index - channel_tile * tiles;
-    if (tile >= 32) {
-      first = work_tile_at(params, plan, tiles, index);
-      return;
-    }
-    first.expert = __shfl_sync(0xffffffff, expert, tile);
-    first.first_row = __shfl_sync(0xffffffff, first_row, tile);
-    first.rows = __shfl_sync(0xffffffff, stop, tile) - first.first_row;
-    first.channel = channel_tile * plan.tile_channels;
-  }
-
-  // Visits this CTA's tiles.
-  template <class Visit>
-  __device__ __forceinline__ void for_each_tile(const MoeLinearParams& params, const Plan& plan,
-                                                const Visit& visit) const {
-    const int count = tiles * plan.channel_tiles;
-    WorkTile tile = first;
-    for (int index = blockIdx.x; index < count;) {
-      visit(tile);
-      index += gridDim.x;
-      if (index < count) {
-        tile = work_tile_at(params, plan, tiles, index);
-      }
-    }
-  }
-};
-
 }  // namespace ostinato::moe

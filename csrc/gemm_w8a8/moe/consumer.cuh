@@ -21,13 +21,15 @@ class Consumer : Mainloop {
                       Storage& storage)
       : Mainloop(plan, ring, storage), params_(params) {}
 
-  __device__ __forceinline__ void run(const Work& work) {
+  __device__ __forceinline__ void run(int tiles) {
     Epilogue epilogue(params_, plan_, storage_, warpgroup_);
     RingPosition position;
-    work.for_each_tile(params_, plan_, [&](const WorkTile& tile) {
+    const int count = tiles * plan_.channel_tiles;
+    for (int index = blockIdx.x; index < count; index += gridDim.x) {
+      const WorkTile tile = work_tile_at(params_, plan_, tiles, index);
       if (!has_rows(tile)) {
         pass(position);
-        return;
+        continue;
       }
       epilogue.fetch(tile);
       Sum sums[kBlocks][kSums];
@@ -37,7 +39,7 @@ class Consumer : Mainloop {
       sum(sums, position, epilogue);
 #endif
       epilogue.store(tile, sums);
-    });
+    }
   }
 
  private:

@@ -62,11 +62,11 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     // Not before: what follows may take for granted that the routing has ended.
     let_successor_start();
   }
-  const Work work(params, plan);
   if (producer >= 0) {
     if constexpr (kConsumers > 1) {
       give_up_registers<Registers::kSplit.producer>();
     }
+    const Work work(params, plan);
     TileProducer producers(params, plan, ring, fixed, work);
     if (producer > 0) {
       producers.copy_tokens(producer - 1);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     if constexpr (kConsumers > 1) {
       take_registers<Registers::kSplit.consumer>();
     }
-    Consumer(params, plan, ring, fixed).run(work);
+    Consumer(params, plan, ring, fixed).run(*params.n_tiles);
   }
 }
 
