@@ -40,6 +40,16 @@ _INSTRUCTIONS = {
     ),
     ("attention/prefill/kv_dequantizer.cuh", "load_vector"): "std::memcpy(&words, from, 16);",
     ("common/vector.cuh", "load_constant"): "quad = *address;",
+    ("common/quantize_math.cuh", "max_magnitude"): (
+        "y = a != a || b != b ? std::numeric_limits<float>::quiet_NaN()"
+        " : std::max(a, std::fabs(b));"
+    ),
+    # The first of two instructions; the other is out of reach.
+    ("common/quantize_math.cuh", "clamp"): (
+        "return x != x ? x : std::min(std::max(x, low), high);"
+    ),
+    ("common/quantize_math.cuh", "approximate_inverse_of"): "z = 1.0f / d;",
+    ("gemm_w8a8/moe/quantizing_producer.cuh", "wait_until_copied"): "",
     ("common/registers.cuh", "give_up_registers"): "",
     ("common/registers.cuh", "take_registers"): "",
 }

@@ -34,7 +34,7 @@ class Consumer : Mainloop {
 #if OSTINATO_BLOCK_SCALES
       sum_scaled(tile, plan_.depth_steps, sums, position);
 #else
-      sum(sums, position);
+      sum(sums, position, epilogue);
 #endif
       epilogue.store(tile, sums);
     });
@@ -60,8 +60,13 @@ class Consumer : Mainloop {
 
   // A template, so that only the variant's own mainloop has to suit its pieces.
   template <class Sums>
-  __device__ __forceinline__ void sum(Sums& sums, RingPosition& position) {
+  __device__ __forceinline__ void sum(Sums& sums, RingPosition& position, Epilogue& epilogue) {
     int previous = 0;
+    if constexpr (kQuantizes) {
+      // Scales of rows come with every stage of a tile.
+      wait_full(position);
+      epilogue.take_scales(storage_.x_scales[position.slot][0]);
+    }
     pin(sums);
     for (int step = 0; step < plan_.depth_steps; ++step) {
       OSTINATO_DELAY(consumer, warpgroup_ == 0);

@@ -62,6 +62,16 @@ class Epilogue {
     }
   }
 
+  // Takes the scales of the tile's rows, which the kernel has found itself. What there is of rows
+  // that do not exist is not used.
+  __device__ __forceinline__ void take_scales(const float* x_scales) {
+    static_assert(!kTokenRows || !kQuantizes, "rows that are quantised are columns");
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      rows_[i].scale = x_scales[i / 2 * 8 + lane_ % 4 * 2 + i % 2];
+    }
+  }
+
   __device__ __forceinline__ void store(const WorkTile& tile, const Sum (&sums)[kBlocks][kSums]) {
     if constexpr (kStagesScales) {
       sync_named(barrier_, kWarpgroup);  // all have read those of the tile before
@@ -97,7 +107,8 @@ class Epilogue {
     const int slot = params_.rows[of_plan];
     const bool to_experts = params_.to_experts != 0;
     const int x_row = to_experts ? slot / params_.top_k : of_plan;
-    return {kResultScales ? params_.x_scale[x_row] : 1.0F, to_experts ? of_plan : slot};
+    return {kResultScales && !kQuantizes ? params_.x_scale[x_row] : 1.0F,
+            to_experts ? of_plan : slot};
   }
 
   // Of a channel of a tile in the packed order, 1 behind the tile's last.

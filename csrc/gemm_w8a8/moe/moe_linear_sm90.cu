@@ -4,8 +4,8 @@
 // A persistent grid walks the list of row tiles that routing has left on the device, one for each
 // tile of channels: no CTA and no copy is for an expert without rows. Mainloop, operands and the
 // order of summation are those of the tiled GEMM (gemm_w8a8/tiled), but that rows of x are gathered
-// (producer.cuh) and results scattered (epilogue.cuh). Macros: gemm_w8a8/tiled/config.cuh, with
-// OSTINATO_PINGPONG=0.
+// (producer.cuh), or gathered and quantised (quantizing_producer.cuh), and results scattered
+// (epilogue.cuh). Macros: gemm_w8a8/tiled/config.cuh, with OSTINATO_PINGPONG=0, and config.cuh.
 //
 // Any n and k. x has a 16-byte aligned base and row stride. Which weights are needed follows from
 // routing: nothing is read before the preceding kernel has ended, but with params.early the plan,
@@ -23,11 +23,19 @@
 #include "params.h"
 #include "producer.cuh"
 #include "stages.cuh"
+#if OSTINATO_QUANTIZES
+#include "quantizing_producer.cuh"
+#endif
 
 namespace ostinato::moe {
 namespace {
 
 using Registers = RegisterTable<2, kDebugPrint>;
+#if OSTINATO_QUANTIZES
+using TileProducer = QuantizingProducer;
+#else
+using TileProducer = Producer;
+#endif
 
 // Waits for all threads of a CTA, or of a pair.
 __device__ __forceinline__ void sync_ctas(const Plan& plan) {
@@ -44,7 +52,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
                const __grid_constant__ CUtensorMap w_map) {
   extern __shared__ __align__(1024) uint8_t storage[];
   Storage& fixed = *reinterpret_cast<Storage*>(storage);
-  uint8_t* const ring = storage + kStorageBytes;
+  uint8_t* const ring = storage + kStorageBytes + waiting_bytes(plan);
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const int producer = warp - kConsumers * kWarpgroup / 32;
   if (producer == 0) {
@@ -52,34 +60,35 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < plan.stages; ++i) {
-      init_barrier(&fixed.full[i], 1);
-      init_barrier(&fixed.full_tokens[i], kTokenWarps * 32);
+      init_barrier(&fixed.full[i], kWeightArrivals);
+      init_barrier(&fixed.full_tokens[i], kTokenArrivals);
       init_barrier(&fixed.empty[i], (1 + pairs_of(plan)) * kConsumers * kWarpgroup / 32);
     }
     fence_barrier_init();
   }
   sync_ctas(plan);
-  if (producer != 0 || params.early == 0) {
+  // Those who quantise rows wait for them when they know which.
+  if (producer < 0 || (producer > 0 && !kQuantizes) || params.early == 0) {
     wait_for_predecessor();
     // Not before: what follows may take for granted that the routing has ended.
     let_successor_start();
   }
-  const int tiles = *params.n_tiles;
   if (producer >= 0) {
     if constexpr (kConsumers > 1) {
       give_up_registers<Registers::kSplit.producer>();
     }
-    Producer producers(params, plan, ring, fixed, tiles);
+    const Work work(params, plan);
+    TileProducer producers(params, plan, ring, fixed, work);
     if (producer > 0) {
       producers.copy_tokens(producer - 1);
-    } else if (elect_lane()) {
+    } else {
       producers.copy_weights(w_map);
     }
   } else {
     if constexpr (kConsumers > 1) {
       take_registers<Registers::kSplit.consumer>();
     }
-    Consumer(params, plan, ring, fixed).run(tiles);
+    Consumer(params, plan, ring, fixed).run(*params.n_tiles);
   }
   if (pairs_of(plan) != 0) {
     // The other CTA may still arrive at this one's barriers.
@@ -93,13 +102,21 @@ bool implemented(const MoeLinearParams& params) {
   const int64_t k_bytes = int64_t(params.k) * kOperandBytes;
   return params.experts > 0 && params.n > 0 && params.k > 0 && params.top_k > 0 &&
          params.n <= kLargestSize && k_bytes <= kLargestSize && params.max_tiles >= 0 &&
-         (params.x_scale != nullptr) == !k16Bit && (params.w_scale != nullptr) == !k16Bit &&
-         (params.gated == 0 || params.n % 2 == 0) &&
+         (params.x_scale != nullptr) == (!k16Bit && !kQuantizes) &&
+         (params.w_scale != nullptr) == !k16Bit && (params.gated == 0 || params.n % 2 == 0) &&
          (params.gated == 0 || !kBlockScales || params.n % (2 * kScaleChannels) == 0) &&
-         aligned(params.x, params.x_stride * kOperandBytes) &&
-         params.x_stride * kOperandBytes <= kLargestSize && params.tile_channels >= 0 &&
+         aligned(params.x, params.x_stride * kXBytes) &&
+         params.x_stride * kXBytes <= kLargestSize &&
+         (!kQuantizes || (params.k % 8 == 0 && params.k <= kSmemLimit)) &&
+         (params.power_of_two == 0 || (kQuantizes && kBlockScales)) && params.tile_channels >= 0 &&
          params.tile_channels <= kChannels && params.tile_channels % kTileStep == 0 &&
-         (params.pairs == 0 || (kPairs && params.pairs == 1));
+         (params.pairs == 0 || (kPairs && params.pairs == 1)) &&
+         (params.next_w == nullptr ||
+          (params.pairs == 0 && aligned(params.next_w, params.next_tile_bytes) &&
+           params.next_expert_tiles > 0 && params.next_tile_channels > 0 &&
+           params.next_tile_channels % kPackedRows == 0 && params.next_tile_channels <= kChannels &&
+           params.next_bytes > 0 && params.next_bytes % 16 == 0 &&
+           params.next_bytes <= params.next_tile_bytes));
 }
 
 bool make_plan(const MoeLinearParams& params, Plan* plan) {
@@ -115,7 +132,8 @@ bool make_plan(const MoeLinearParams& params, Plan* plan) {
   plan->depth_steps = ceil_div(plan->k_bytes, kStageDepth);
   // MMAs of a smaller tile read past its channels, within the ring or behind it.
   const int past = (kChannels - plan->tile_channels) * kPackedDepth;
-  const int room = kSmemLimit - kStorageBytes - past;
+  plan->x_row_bytes = kQuantizes ? plan->depth_steps * kStageDepth * kXBytes : 0;
+  const int room = kSmemLimit - kStorageBytes - waiting_bytes(*plan) - past;
   plan->stages = room / plan->stage_bytes < kMaxStages ? room / plan->stage_bytes : kMaxStages;
   if (kDebugPrint && plan->stages > 2) {
     plan->stages = 2;
@@ -152,7 +170,7 @@ cudaError_t launch_moe_linear(MoeLinearParams params, cudaStream_t stream) {
   if (params.max_tiles == 0) {
     return cudaSuccess;
   }
-  params.x_stride *= kOperandBytes;
+  params.x_stride *= kXBytes;
   int sms = 0;
   OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
   CUtensorMap w_map;
@@ -162,7 +180,7 @@ cudaError_t launch_moe_linear(MoeLinearParams params, cudaStream_t stream) {
   config.grid = dim3((most < sms / ctas ? most : sms / ctas) * ctas);
   config.cluster = dim3(ctas);
   config.block = dim3(kCtaThreads);
-  config.dynamic_smem = kStorageBytes + plan.stages * plan.stage_bytes +
+  config.dynamic_smem = kStorageBytes + waiting_bytes(plan) + plan.stages * plan.stage_bytes +
                         (kChannels - plan.tile_channels) * kPackedDepth;
   config.pdl = params.pdl != 0;
   return launch(moe_linear, config, stream, params, plan, w_map);

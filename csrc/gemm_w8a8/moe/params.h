@@ -14,14 +14,16 @@ namespace ostinato {
 // With operands of 16 bits there are no scales. With block scales a group is 128 of K, s is 8 or
 // 128, and
 //   y[c] = sum_group x_scale[group][x_row] * w_scale[expert][group][c / s] * sum_k x w.
+// Kernels for x of 16 bits and weights of 8 quantise x, with the bits of gemm_w8a8/quantize.
 struct MoeLinearParams {
   OSTINATO_FIELDS_BEGIN(MoeLinearParams);
   OSTINATO_FIELD(const void*, x);  // rows of k elements, aligned to 16 bytes
   OSTINATO_FIELD(int64_t, x_stride);
   OSTINATO_FIELD(const void*, w);           // packed experts (runtime/ops/moe/packed_experts.py)
-  OSTINATO_FIELD(const float*, x_scale);    // null for 16-bit operands
+  OSTINATO_FIELD(const float*, x_scale);    // null for x of 16 bits
   OSTINATO_FIELD(int64_t, x_scale_stride);  // of groups
-  OSTINATO_FIELD(const float*, w_scale);    // of an expert behind another, dense; null likewise
+  // Of an expert behind another, dense; null for 16-bit operands.
+  OSTINATO_FIELD(const float*, w_scale);
   OSTINATO_FIELD(const int32_t*, rows);
   OSTINATO_FIELD(const int32_t*, tiles);  // [max_tiles, 4]: expert, first row, row behind the last
   OSTINATO_FIELD(const int32_t*, n_tiles);
@@ -38,8 +40,19 @@ struct MoeLinearParams {
   OSTINATO_OPTIONAL(int32_t, tile_channels);
   // 1: two CTAs are a cluster and share weights, of kernels for tiles of 128 rows; 0: none are.
   OSTINATO_OPTIONAL(int32_t, pairs);
+  // 1: x has 16 bits, and scales of its groups are rounded up to powers of two.
+  OSTINATO_OPTIONAL(int32_t, power_of_two);
+  // Packed experts that are multiplied next, by a launch with the same tiles, or null. The L2
+  // fetches what each of its CTAs begins with: the first next_bytes, a multiple of 16, of every
+  // packed tile of next_tile_bytes. An expert has next_expert_tiles, a CTA's tile
+  // next_tile_channels.
+  OSTINATO_OPTIONAL(const void*, next_w);
+  OSTINATO_OPTIONAL(int32_t, next_expert_tiles);
+  OSTINATO_OPTIONAL(int32_t, next_tile_channels);
+  OSTINATO_OPTIONAL(int32_t, next_tile_bytes);
+  OSTINATO_OPTIONAL(int32_t, next_bytes);
   // 1: the preceding kernel does not write rows, tiles and n_tiles, and began when they were
-  // written; they and weights are read before it has ended.
+  // written; they, weights and w_scale are read before it has ended.
   OSTINATO_OPTIONAL(int32_t, early);
   OSTINATO_OPTIONAL(int32_t, pdl);  // 1: launched with programmatic stream serialization
   OSTINATO_FIELDS_END();

@@ -3,56 +3,92 @@
 #pragma once
 
 #include "common/async_copy.cuh"
+#include "common/l2_prefetch.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
 #include "config.cuh"
 
 namespace ostinato::moe {
 
+// How many tiles of rows there are, and with which tile this CTA begins.
+struct Work {
+  int tiles;
+  WorkTile first;
+
+  // By all lanes of a warp. Where tiles are few, the first one is loaded beside their number,
+  // before it is known which it is: that saves the way to the L2 once. Nobody looks at what is
+  // loaded from behind the last.
+  __device__ __forceinline__ Work(const MoeLinearParams& params, const Plan& plan) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int* const entry = params.tiles + (lane < params.max_tiles ? lane : 0) * 4;
+    const int expert = entry[0], first_row = entry[1], stop = entry[2];
+    tiles = *params.n_tiles;
+    if (tiles == 0) {
+      return;
+    }
+    const int index = walk_of(plan, tiles).first, channel_tile = index / tiles;
+    const int tile = index - channel_tile * tiles;
+    if (pairs_of(plan) != 0 || tile >= 32) {
+      first = work_tile_at(params, plan, tiles, index);
+      return;
+    }
+    first.expert = __shfl_sync(0xffffffff, expert, tile);
+    first.first_row = __shfl_sync(0xffffffff, first_row, tile);
+    first.rows = __shfl_sync(0xffffffff, stop, tile) - first.first_row;
+    first.channel = channel_tile * plan.tile_channels;
+    first.shared = false;
+  }
+
+  // Visits this CTA's tiles.
+  template <class Visit>
+  __device__ __forceinline__ void for_each_tile(const MoeLinearParams& params, const Plan& plan,
+                                                const Visit& visit) const {
+    const Walk walk = walk_of(plan, tiles);
+    WorkTile tile = first;
+    for (int index = walk.first; index < walk.count;) {
+      visit(tile);
+      index += walk.stride;
+      if (index < walk.count) {
+        tile = work_tile_at(params, plan, tiles, index);
+      }
+    }
+  }
+};
+
 class Producer {
  public:
   __device__ Producer(const MoeLinearParams& params, const Plan& plan, uint8_t* ring,
-                      Storage& storage, int tiles)
-      : params_(params), plan_(plan), ring_(ring), storage_(storage), tiles_(tiles) {}
+                      Storage& storage, const Work& work)
+      : params_(params), plan_(plan), ring_(ring), storage_(storage), work_(work) {}
 
-  // By one thread.
+  // By a warp, of which one thread copies.
   __device__ __forceinline__ void copy_weights(const CUtensorMap& map) {
+    if (!elect_lane()) {
+      return;
+    }
     RingPosition position;
-    const int pairs = pairs_of(plan_), blocks = kStageBlocks >> pairs;  // of a copy
-    for_each_tile(params_, plan_, tiles_, [&](const WorkTile& tile) {
-      const int packed_tile = tile.expert * plan_.expert_tiles + tile.channel / kPackedRows;
+    for_each_tile([&](const WorkTile& tile) {
       for (int step = 0; step < plan_.depth_steps; ++step) {
-        uint64_t* const full = &storage_.full[position.slot];
         wait(&storage_.empty[position.slot], position.parity ^ 1);
         OSTINATO_DELAY(weights, true);
-        arrive_expecting(full, plan_.weight_bytes);
-        uint8_t* const stage = ring_ + position.slot * plan_.stage_bytes;
-        if (pairs != 0 && tile.shared) {
-          const int first = static_cast<int>(cluster_rank()) * blocks;
-          tma_load_multicast(stage + first * plan_.block_bytes, map, 0, packed_tile,
-                             step * kStageBlocks + first, full, 0b11);
-        } else {
-          for (int first = 0; first < kStageBlocks; first += blocks) {
-            tma_load(stage + first * plan_.block_bytes, map, 0, packed_tile,
-                     step * kStageBlocks + first, full);
-          }
-        }
+        load_weights(map, tile, step, position.slot);
         position.advance(plan_.stages);
       }
     });
+    prefetch_next();
   }
 
   // By kTokenWarps warps, of which this one is the `warp`-th.
   __device__ __forceinline__ void copy_tokens(int warp) {
     RingPosition position;
-    const int lane = threadIdx.x % 32;
-    for_each_tile(params_, plan_, tiles_, [&](const WorkTile& tile) {
+    const int lane = threadIdx.x % 32, thread = warp * 32 + lane;
+    for_each_tile([&](const WorkTile& tile) {
       int scaled[kLaneScales];
 #pragma unroll
       for (int i = 0; i < kLaneScales; ++i) {
-        scaled[i] = kBlockScales ? x_row_of(tile, i * kTokenLanes + warp * 32 + lane) : -1;
+        scaled[i] = kBlockScales ? x_row_of(tile, i * kTokenLanes + thread) : -1;
       }
-      const float* const of_channels = kBlockScales ? w_scale_of(tile, warp * 32 + lane) : nullptr;
+      const float* const of_channels = kBlockScales ? w_scale_of(tile, thread) : nullptr;
       // Each warp reads only what it has written.
       __syncwarp();
       for (int entry = lane; entry < kRowsAtOnce * kListedRows; entry += 32) {
@@ -65,7 +101,8 @@ class Producer {
         OSTINATO_DELAY(tokens, true);
         copy_rows(warp, lane, step, position.slot);
         if constexpr (kBlockScales) {
-          copy_scales(scaled, of_channels, warp * 32 + lane, step, position.slot);
+          copy_x_scales(scaled, thread, step, position.slot);
+          copy_w_scale(of_channels, thread, step, position.slot);
         }
         arrive_when_copied(&storage_.full_tokens[position.slot]);
         position.advance(plan_.stages);
@@ -73,10 +110,14 @@ class Producer {
     });
   }
 
- private:
+ protected:
   static constexpr int kVectorBytes = 16;
   static constexpr int kTokenLanes = kTokenWarps * 32;
-  static constexpr int kLaneScales = ceil_div(kTokens, kTokenLanes);
+
+  template <class Visit>
+  __device__ __forceinline__ void for_each_tile(const Visit& visit) {
+    work_.for_each_tile(params_, plan_, visit);
+  }
 
   // The row of x that is a row of a tile, -1 where that does not exist.
   __device__ __forceinline__ int x_row_of(const WorkTile& tile, int row) const {
@@ -86,6 +127,89 @@ class Producer {
     const int of_plan = tile.first_row + row;
     return params_.to_experts != 0 ? params_.rows[of_plan] / params_.top_k : of_plan;
   }
+
+  // By one thread.
+  __device__ __forceinline__ void load_weights(const CUtensorMap& map, const WorkTile& tile,
+                                               int step, int slot) {
+    const int packed_tile = tile.expert * plan_.expert_tiles + tile.channel / kPackedRows;
+    const int pairs = pairs_of(plan_), blocks = kStageBlocks >> pairs;  // of a copy
+    uint64_t* const full = &storage_.full[slot];
+    arrive_expecting(full, plan_.weight_bytes);
+    uint8_t* const stage = ring_ + slot * plan_.stage_bytes;
+    if (pairs != 0 && tile.shared) {
+      const int first = static_cast<int>(cluster_rank()) * blocks;
+      tma_load_multicast(stage + first * plan_.block_bytes, map, 0, packed_tile,
+                         step * kStageBlocks + first, full, 0b11);
+    } else {
+      for (int first = 0; first < kStageBlocks; first += blocks) {
+        tma_load(stage + first * plan_.block_bytes, map, 0, packed_tile,
+                 step * kStageBlocks + first, full);
+      }
+    }
+  }
+
+  // By the thread that loads weights, behind all of its own: memory would be idle from the last of
+  // them until the next product's CTAs have begun. Their tiles follow from the same list.
+  __device__ __forceinline__ void prefetch_next() const {
+    if (params_.next_w == nullptr || work_.tiles == 0) {
+      return;
+    }
+    const int index = static_cast<int>(blockIdx.x), channel_tile = index / work_.tiles;
+    const int cta_tiles = params_.next_tile_channels / kPackedRows;
+    const int begin = channel_tile * cta_tiles;
+    const int stop = min(begin + cta_tiles, params_.next_expert_tiles);
+    if (begin >= stop) {
+      return;  // it has fewer tiles than this grid has CTAs
+    }
+    const int expert = params_.tiles[int64_t(index - channel_tile * work_.tiles) * 4];
+    const uint8_t* const of_expert =
+        static_cast<const uint8_t*>(params_.next_w) +
+        int64_t(expert) * params_.next_expert_tiles * params_.next_tile_bytes;
+    for (int tile = begin; tile < stop; ++tile) {
+      prefetch_to_l2(of_expert + int64_t(tile) * params_.next_tile_bytes, params_.next_bytes);
+    }
+  }
+
+  // The first group's scale of the channels that a thread copies, the `index`-th of a tile's; null
+  // if there is none.
+  __device__ __forceinline__ const float* w_scale_of(const WorkTile& tile, int index) const {
+    const int scales = ceil_div(params_.n, kScaleChannels);
+    const int of_half = params_.gated != 0 ? scales / 2 : scales;
+    // Of a gated weight, 8 channels of the gate alternate with the same 8 of up.
+    const int block = tile.channel / kScaleChannels + index / kAlternatingScales;
+    const int next = (kAlternatingScales == 1 ? block : index) % 2;
+    const int in_half = params_.gated != 0 ? block / 2 : block;
+    if (in_half >= of_half) {
+      return nullptr;
+    }
+    return params_.w_scale + int64_t(tile.expert) * ceil_div(params_.k, kUnitDepth) * scales +
+           (params_.gated != 0 ? in_half + next * of_half : in_half);
+  }
+
+  // Copies a group's scale of these channels, for a stage, by the `index`-th thread.
+  __device__ __forceinline__ void copy_w_scale(const float* of_channels, int index, int step,
+                                               int slot) {
+    const int scales = ceil_div(params_.n, kScaleChannels);
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const int group = step * kUnits + unit;
+      if (index < kTileScales) {
+        const bool copied = group * kUnitDepth < params_.k && of_channels != nullptr;
+        copy_word_part(shared_address(&storage_.w_scales[slot][unit][index]),
+                       copied ? of_channels + int64_t(group) * scales : params_.w_scale, copied);
+      }
+    }
+  }
+
+  const MoeLinearParams& params_;
+  const Plan& plan_;
+  uint8_t* ring_;
+  Storage& storage_;
+  const Work& work_;
+
+ private:
+  static constexpr int kLaneScales = ceil_div(kTokens, kTokenLanes);
+  static_assert(kTileScales <= kTokenLanes, "a lane copies one");
 
   // Copies a lane's vector of its rows. Rows of a tile's end that do not exist stay as they are:
   // nobody reads the results.
@@ -136,27 +260,9 @@ class Producer {
     }
   }
 
-  // The first group's scale of channels that a lane copies; null if there is none.
-  __device__ __forceinline__ const float* w_scale_of(const WorkTile& tile, int lane) const {
-    static_assert(kTileScales <= kTokenLanes, "a lane copies one");
-    const int scales = ceil_div(params_.n, kScaleChannels);
-    const int of_half = params_.gated != 0 ? scales / 2 : scales;
-    // Of a gated weight, 8 channels of the gate alternate with the same 8 of up.
-    const int block = tile.channel / kScaleChannels + lane / kAlternatingScales;
-    const int next = (kAlternatingScales == 1 ? block : lane) % 2;
-    const int in_half = params_.gated != 0 ? block / 2 : block;
-    if (in_half >= of_half) {
-      return nullptr;
-    }
-    return params_.w_scale + int64_t(tile.expert) * ceil_div(params_.k, kUnitDepth) * scales +
-           (params_.gated != 0 ? in_half + next * of_half : in_half);
-  }
-
-  // By this lane of those that copy tokens: the scales of its rows and of some channels.
-  __device__ __forceinline__ void copy_scales(const int (&rows)[kLaneScales],
-                                              const float* of_channels, int lane, int step,
-                                              int slot) {
-    const int scales = ceil_div(params_.n, kScaleChannels);
+  // By this lane of those that copy tokens: the scales of its rows.
+  __device__ __forceinline__ void copy_x_scales(const int (&rows)[kLaneScales], int lane, int step,
+                                                int slot) {
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       const int group = step * kUnits + unit;
@@ -169,19 +275,8 @@ class Producer {
                          of_rows + rows[i], exists);
         }
       }
-      if (lane < kTileScales) {
-        const bool copied = exists && of_channels != nullptr;
-        copy_word_part(shared_address(&storage_.w_scales[slot][unit][lane]),
-                       copied ? of_channels + int64_t(group) * scales : params_.w_scale, copied);
-      }
     }
   }
-
-  const MoeLinearParams& params_;
-  const Plan& plan_;
-  uint8_t* ring_;
-  Storage& storage_;
-  int tiles_;
 };
 
 }  // namespace ostinato::moe

@@ -34,7 +34,9 @@ class Stages : public StageOperands<Plan> {
   __device__ __forceinline__ void wait_full(const RingPosition& position) {
     wait(&storage_.full[position.slot], position.parity);
     wait(&storage_.full_tokens[position.slot], position.parity);
-    fence_shared_for_tma();  // written by cp.async, read by wgmma
+    if constexpr (!kQuantizes) {
+      fence_shared_for_tma();  // written by cp.async, read by wgmma
+    }
   }
 
   // The scales of a tile in those of a unit of a stage.

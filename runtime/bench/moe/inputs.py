@@ -52,19 +52,22 @@ class Inputs:
     out: torch.Tensor
 
 
-def random_inputs(case: Case, precision: str, device: torch.device) -> Sequence[Inputs]:
+def random_inputs(
+    case: Case, precision: str, device: torch.device, weights: Sequence[Weights] = ()
+) -> Sequence[Inputs]:
     """Return sets of inputs of one block, in each of which other experts are chosen.
 
     Args:
         case: the block and its tokens.
         precision: of the weights: "int8", "fp8", "fp8-block" or "bf16".
         device: where they lie.
+        weights: of this shape and precision, which the sets take in turn; by default made here.
     """
     shape = case.shape
     width = 2 if precision == "bf16" else 1
     read = case.distinct * shape.expert_weights * width
     every = shape.experts * shape.expert_weights * width
-    weights = [
+    weights = weights or [
         random_weights(shape, precision, device) for _ in range(min(2, num_sets(every, device)))
     ]
     config = ExpertsConfig(shape.experts, shape.top_k, shape.intermediate, (True,))

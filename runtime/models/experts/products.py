@@ -15,7 +15,7 @@ from ...ops.linear import block_scales
 from ...ops.linear.block_scales import SCALE_CHANNELS
 from ...ops.linear.quantize_cuda import GROUP, input_kernel
 from ...ops.moe.moe_linear import runs_experts_kernel
-from ...ops.moe.moe_linear_cuda import MoeLinear
+from ...ops.moe.moe_linear_cuda import QUANTIZED_TILE, MoeLinear
 from ...ops.moe.plan import TILE_TOKENS
 from ..layers import tensors_of
 
@@ -43,7 +43,11 @@ class Experts(Protocol):
         """The dtype in which the weights are stored."""
 
     def __call__(
-        self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        plan: ops.MoePlan,
+        n_active: torch.Tensor | None = None,
+        following: Experts | None = None,
     ) -> torch.Tensor:
         """Return the products of the rows that a plan gives each expert.
 
@@ -51,6 +55,7 @@ class Experts(Protocol):
             x: [T, K] if gated, otherwise [T·top_k, K]; 16- or 32-bit.
             plan: the routing of the tokens.
             n_active: int32 [1] on the device, how many of the T tokens are real.
+            following: the products that are next with this plan, whose weights the L2 may fetch.
         """
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -99,6 +104,10 @@ class _StoredExperts(Experts):
         out_dtype: torch.dtype,
         x_scale: torch.Tensor | None = None,
         w_scale: torch.Tensor | None = None,
+        *,
+        power_of_two: bool = False,
+        n_active: torch.Tensor | None = None,
+        following: Experts | None = None,
     ) -> torch.Tensor:
         return ops.moe_linear(
             x,
@@ -109,8 +118,11 @@ class _StoredExperts(Experts):
             w_scale=w_scale,
             activation="silu_mul" if self.gated else None,
             out_dtype=out_dtype,
+            power_of_two=power_of_two,
+            n_active=n_active,
             # Rows of experts come from the first product, or from what quantises them.
             early=not self.gated,
+            next_w=None if following is None else packed_weight(following),
         )
 
 
@@ -119,9 +131,13 @@ class DenseExperts(_StoredExperts):
     """Products with 16- or 32-bit weights in x's dtype."""
 
     def __call__(
-        self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        plan: ops.MoePlan,
+        n_active: torch.Tensor | None = None,
+        following: Experts | None = None,
     ) -> torch.Tensor:
-        return self._multiply(x, plan, x.dtype)
+        return self._multiply(x, plan, x.dtype, following=following)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
         return experts_kernels(dtype, dtype, dtype)
@@ -140,17 +156,20 @@ class W8A8Experts(_StoredExperts):
     input_scale: torch.Tensor | None = None
 
     def __call__(
-        self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        plan: ops.MoePlan,
+        n_active: torch.Tensor | None = None,
+        following: Experts | None = None,
     ) -> torch.Tensor:
-        rows, dtype = self._rows(plan, n_active), self.weight.dtype
-        if self.input_scale is None:
-            quantized, scale = ops.quantize_per_token(x, dtype, n_active=rows)
-        else:
+        rows, scale = self._rows(plan, n_active), None
+        if self.input_scale is not None:
             scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-            quantized = ops.quantize_per_tensor(
-                x, self.input_scale, dtype, n_active=rows, scale_out=scale
+            x = ops.quantize_per_tensor(
+                x, self.input_scale, self.weight.dtype, n_active=rows, scale_out=scale
             )
-        return self._multiply(quantized, plan, self.out_dtype, scale, self.weight_scale)
+        given = (x, plan, self.out_dtype, scale, self.weight_scale)
+        return self._multiply(*given, n_active=rows, following=following)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
         return experts_kernels(self.weight_dtype, dtype, self.out_dtype)
@@ -169,16 +188,28 @@ class BlockFP8Experts(_StoredExperts):
     power_of_two: bool = False
 
     def __call__(
-        self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        plan: ops.MoePlan,
+        n_active: torch.Tensor | None = None,
+        following: Experts | None = None,
     ) -> torch.Tensor:
-        quantized, scale = ops.quantize_per_group(
-            x, power_of_two=self.power_of_two, n_active=self._rows(plan, n_active)
+        return self._multiply(
+            *(x, plan, self.out_dtype, None, self.weight_scale),
+            power_of_two=self.power_of_two,
+            n_active=self._rows(plan, n_active),
+            following=following,
         )
-        return self._multiply(quantized, plan, self.out_dtype, scale, self.weight_scale)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
         shared = block_scales.scale_channels(self.weight_scale[0], self.shape[0])
         return experts_kernels(self.weight_dtype, dtype, self.out_dtype, scale_channels=(shared,))
+
+
+def packed_weight(experts: Experts) -> ops.PackedExperts | None:
+    """Return the weights of products if they are packed: of that the L2 can fetch some ahead."""
+    weight = experts.weight if isinstance(experts, _StoredExperts) else None
+    return weight if isinstance(weight, ops.PackedExperts) else None
 
 
 def experts_kernels(
@@ -202,6 +233,9 @@ def experts_kernels(
         found.append(input_kernel("per_token", dtype, weight_dtype, group))
     if weight_dtype is not torch.float32:
         names = (KERNEL_NAMES[weight_dtype], KERNEL_NAMES[out_dtype])
+        kinds = [(tokens, "") for tokens in TILE_TOKENS]
+        if weight_dtype.itemsize < dtype.itemsize == out_dtype.itemsize == 2:
+            kinds.append((QUANTIZED_TILE, KERNEL_NAMES[dtype]))
         found += [
             MoeLinear(
                 dtype=names[0],
@@ -209,8 +243,9 @@ def experts_kernels(
                 tokens=tokens,
                 block_scales=bool(scale_channels),
                 scale_channels=shared,
+                x_dtype=x_dtype,
             )
             for shared in scale_channels or (SCALE_CHANNELS,)
-            for tokens in TILE_TOKENS
+            for tokens, x_dtype in kinds
         ]
     return found

@@ -14,7 +14,7 @@ from ...jit.loader import load
 from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.targets import HOPPER
-from ...jit.variant import FLOAT_DTYPES, Variant, check
+from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from ..common.sizes import ceil_div
@@ -27,6 +27,19 @@ from .packed_experts import pack, tiles_of_expert
 from .plan import TILE_TOKENS, balanced_tiles
 
 _LARGEST_STRIDE = 2**31 - 1 - 1024  # bytes (csrc: kLargestSize)
+QUANTIZED_TILE = TILE_TOKENS[0]  # rows of a tile whose x a kernel can quantise
+# Up to how many rows of an expert, on average, both products of a block quantise x themselves: 32
+# tokens of 8 among 128 experts. Each tile of channels repeats it, so with more rows, or more of K,
+# a launch of its own costs less. Measured: docs/notebooks/moe.md.
+QUANTIZED_ROWS = 2
+QUANTIZED_K = 2048
+# Rows of a tile up to which the L2 fetches what CTAs of the next product begin with: weights are
+# waited for. So much for a CTA: a third of the L2 for all, and what their rings hold.
+PREFETCH_TILE = 32
+PREFETCH_BYTES = 128 << 10
+_KILOBYTE = 1 << 10
+FEW_CHANNELS = 128  # most of a tile of fewer than 128 rows
+VECTOR = 8  # elements of x of 16 bits that are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +47,13 @@ class MoeLinear(Variant):
     """Grouped GEMM of packed experts (TMA, wgmma).
 
     Args:
-        dtype: of x and w.
+        dtype: of the operands: of w, and of x unless the kernel quantises it.
         out_dtype: of the output: for 16-bit operands their own, or fp32.
         tokens: most rows of a tile: 8, 16, 32, 64 or 128.
         block_scales: a scale for each 128 of K of a row, and of `scale_channels`, for e4m3.
         scale_channels: 8 or, with block scales, 128.
+        x_dtype: bf16 or fp16: x's, which the kernel quantises to `dtype`, for tiles of 8 rows;
+            empty: x has `dtype`.
     """
 
     family: ClassVar[str] = "moe_linear"
@@ -50,6 +65,7 @@ class MoeLinear(Variant):
     tokens: int
     block_scales: bool = False
     scale_channels: int = SCALE_CHANNELS
+    x_dtype: str = ""
 
     def __post_init__(self) -> None:
         check("dtype", self.dtype, GEMM_DTYPES)
@@ -59,13 +75,15 @@ class MoeLinear(Variant):
             raise ValueError(f"block_scales: got True with dtype {self.dtype!r}, expected 'e4m3'")
         allowed = (SCALE_CHANNELS, GROUP) if self.block_scales else (SCALE_CHANNELS,)
         check("scale_channels", self.scale_channels, allowed)
+        quantizes = self.dtype in OPERAND_DTYPES and self.tokens == QUANTIZED_TILE
+        check("x_dtype", self.x_dtype, ("", *DTYPES_16_BIT) if quantizes else ("",))
 
     @property
     def channels(self) -> int:
         """Most channels of a tile: as many as sums of its rows leave registers for."""
         # Scales of 8 channels take registers, too.
-        few = self.block_scales and self.scale_channels == SCALE_CHANNELS
-        return 256 if self.tokens == 128 and not few else 128
+        scaled = self.block_scales and self.scale_channels == SCALE_CHANNELS
+        return FEW_CHANNELS if self.tokens < 128 or scaled else 256
 
     @property
     def channel_step(self) -> int:
@@ -78,7 +96,11 @@ class MoeLinear(Variant):
     def name(self) -> str:
         tile = f"{self.channels}x{self.tokens}"
         name = f"{self.family}-{self.dtype}-{self.out_dtype}-{tile}"
-        options = (("block_scales", self.block_scales), ("128", self.scale_channels == GROUP))
+        options = (
+            ("block_scales", self.block_scales),
+            ("128", self.scale_channels == GROUP),
+            (f"of_{self.x_dtype}", bool(self.x_dtype)),
+        )
         return "-".join((name, *(option for option, chosen in options if chosen)))
 
     def defines(self) -> dict[str, str]:
@@ -91,23 +113,44 @@ class MoeLinear(Variant):
             "OSTINATO_FAST_ACCUM": str(int(self.dtype == "e4m3" and not self.block_scales)),
             "OSTINATO_BLOCK_SCALES": str(int(self.block_scales)),
             "OSTINATO_SCALE_CHANNELS": str(self.scale_channels),
+            "OSTINATO_QUANTIZES": str(int(bool(self.x_dtype))),
+            **({"OSTINATO_X": self.x_dtype} if self.x_dtype else {}),
         }
 
 
-MOE_LINEAR = tuple(
-    MoeLinear(
-        dtype=dtype,
-        out_dtype=out_dtype,
-        tokens=tokens,
-        block_scales=block_scales,
-        scale_channels=scale_channels,
-    )
-    for dtype, block_scales, scale_channels in (
-        *((dtype, False, SCALE_CHANNELS) for dtype in ("int8", "e4m3", *DTYPES_16_BIT)),
-        *(("e4m3", True, channels) for channels in (SCALE_CHANNELS, GROUP)),
-    )
-    for tokens, out_dtype in product(TILE_TOKENS, FLOAT_DTYPES)
-    if out_dtype in out_dtypes(dtype)
+_SCALES_OF_8_BITS = (
+    *((dtype, False, SCALE_CHANNELS) for dtype in OPERAND_DTYPES),
+    *(("e4m3", True, channels) for channels in (SCALE_CHANNELS, GROUP)),
+)
+MOE_LINEAR = (
+    *(
+        MoeLinear(
+            dtype=dtype,
+            out_dtype=out_dtype,
+            tokens=tokens,
+            block_scales=block_scales,
+            scale_channels=scale_channels,
+        )
+        for dtype, block_scales, scale_channels in (
+            *_SCALES_OF_8_BITS,
+            *((dtype, False, SCALE_CHANNELS) for dtype in DTYPES_16_BIT),
+        )
+        for tokens, out_dtype in product(TILE_TOKENS, FLOAT_DTYPES)
+        if out_dtype in out_dtypes(dtype)
+    ),
+    # Results have the dtype of x.
+    *(
+        MoeLinear(
+            dtype=dtype,
+            out_dtype=x_dtype,
+            tokens=QUANTIZED_TILE,
+            block_scales=block_scales,
+            scale_channels=scale_channels,
+            x_dtype=x_dtype,
+        )
+        for dtype, block_scales, scale_channels in _SCALES_OF_8_BITS
+        for x_dtype in DTYPES_16_BIT
+    ),
 )
 register_family(MoeLinear, MOE_LINEAR)
 
@@ -154,6 +197,51 @@ def in_pairs(tokens: int, rows: int, experts: int, k_bytes: int) -> bool:
     return tokens == TILE_TOKENS[-1] and k_bytes > 1024 and rows >= experts * tokens
 
 
+def quantizes_rows(
+    x: torch.Tensor, out_dtype: torch.dtype, slots: int, experts: int, tile_tokens: int
+) -> bool:
+    """Return whether the product quantises x of 16 or 32 bits itself.
+
+    What this says may differ between numbers of tokens: the bits of the results do not.
+
+    Args:
+        x: [rows, K].
+        out_dtype: of the results.
+        slots: of the plan, padding included: what a graph is captured for.
+        experts: of the plan.
+        tile_tokens: of the plan.
+    """
+    few = slots <= QUANTIZED_ROWS * experts and tile_tokens == QUANTIZED_TILE
+    fits = x.size(1) <= QUANTIZED_K and x.size(1) % VECTOR == 0
+    return few and fits and KERNEL_NAMES[x.dtype] in DTYPES_16_BIT and out_dtype is x.dtype
+
+
+def prefetch_of(
+    variant: MoeLinear, next_w: torch.Tensor | None, experts: int, sms: int, tiles: int
+) -> dict[str, int]:
+    """Return the arguments by which a launch has the L2 fetch weights of the next one.
+
+    Args:
+        variant: the kernel of both.
+        next_w: the data of the next one's `PackedExperts`.
+        experts: among which they are divided.
+        sms: multiprocessors of the GPU.
+        tiles: row tiles of a balanced routing.
+    """
+    if next_w is None or variant.tokens > PREFETCH_TILE:
+        return {}
+    expert_tiles, tile_bytes = next_w.size(0) // experts, next_w[0].nbytes
+    channels = tile_channels(variant, sms, tiles, expert_tiles)
+    share = PREFETCH_BYTES // (channels // TILE_CHANNELS) // _KILOBYTE * _KILOBYTE
+    return {
+        "next_w": next_w.data_ptr(),
+        "next_expert_tiles": expert_tiles,
+        "next_tile_channels": channels,
+        "next_tile_bytes": tile_bytes,
+        "next_bytes": min(tile_bytes, share),
+    }
+
+
 def moe_gemm(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -163,18 +251,20 @@ def moe_gemm(
     to_experts: bool,
     gated: bool,
     early: bool,
+    power_of_two: bool,
     top_k: int,
     rows: torch.Tensor,
     experts: int,
     tiles: torch.Tensor,
     n_tiles: torch.Tensor,
     tile_tokens: int,
+    next_w: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Launch the product on torch's current stream.
 
     The arguments are those of `ostinato.ops.moe_linear`, checked; w is plain or the data of
-    `PackedExperts`, and of its `channels` those of gate and up are counted together.
+    `PackedExperts`, as is next_w, and of its `channels` those of gate and up are counted together.
     """
     device = x.get_device()
     with on_device(device):
@@ -182,16 +272,19 @@ def moe_gemm(
             w, early = pack(w, gated), False
         if not is_aligned(x) or row_stride(x) * x.itemsize > _LARGEST_STRIDE:
             x = aligned_copy(x)
-        w_scale = None if w_scale is None else w_scale.contiguous()
+        if w_scale is not None and not w_scale.is_contiguous():
+            w_scale, early = w_scale.contiguous(), False
         shared = 0  # channels that share a scale of a block
         if w_scale is not None and w_scale.dim() == 3:
             shared = scale_channels(w_scale[0], channels)
+        quantizes = x.dtype is not w.dtype
         variant = MoeLinear(
-            dtype=KERNEL_NAMES[x.dtype],
+            dtype=KERNEL_NAMES[w.dtype],
             out_dtype=KERNEL_NAMES[out.dtype],
             tokens=tile_tokens,
             block_scales=shared > 0,
             scale_channels=shared or SCALE_CHANNELS,
+            x_dtype=KERNEL_NAMES[x.dtype] if quantizes else "",
         )
         _, sms = gpu(device)
         expected = balanced_tiles(rows.size(0), experts, tile_tokens)
@@ -218,7 +311,9 @@ def moe_gemm(
             gated=gated,
             tile_channels=cut,
             pairs=in_pairs(tile_tokens, rows.size(0), experts, x.size(1) * x.itemsize),
+            power_of_two=power_of_two and quantizes,
             early=early and pdl.enabled(),
             pdl=pdl.enabled(),
             stream=stream,
+            **prefetch_of(variant, next_w, experts, sms, expected),
         )

@@ -95,9 +95,15 @@ def moe_linear(
     x_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     activation: str | None = None,
+    power_of_two: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Multiply one row after another by its expert's weight; what has no expert is zero."""
+    if w.itemsize == 1 and x.itemsize > 1 and w_scale is not None:
+        if w_scale.dim() == 3:
+            x, x_scale = quantize_per_group(x, power_of_two=power_of_two)
+        else:
+            x, x_scale = quantize_per_token(x, w.dtype)
     width = w.size(1) if activation is None else w.size(1) // 2
     out = torch.zeros(plan.tokens * plan.top_k, width, dtype=dtype, device=x.device)
     ids = plan.ids.flatten().tolist()

@@ -3,8 +3,9 @@
 #
 #   V=/tmp/V bash tests/gpu_runs/experts/run.sh [PART ...]
 #
-# PARTs (default: all): warm replays sanitize bench padding engine. They run in the order below; see
-# run.py for what each does. The working directory is the repository's root.
+# PARTs (default: all but rows): rows warm replays sanitize bench padding engine. They run in the
+# order below; see run.py for what each does, and quantised_rows.py for rows. The working directory
+# is the repository's root.
 #
 # What it needs
 #   V (default /tmp/V) holds vLLM 0.33.0 unpacked: vllm_0.33.0 (its wheel), deps (what it imports),
@@ -24,6 +25,7 @@
 #   engine_moe.json  engine (85 s), padding (25 s), replays (20 s)
 #   sanitize.txt     sanitize, 90 s: four tools side by side, beside `warm` and `replays`
 #   warm.log, replays.log, bench.log, engine.log
+#   rows.log, quantised_rows.json  rows, 110 s, and as long as its kernels take to compile
 # `warm` (60 to 90 s, 14 processes) compiles Triton's and DeepGEMM's kernels for `bench`; it runs
 # beside `replays` and `sanitize`, which time nothing. All parts take about 330 s.
 set -u
@@ -65,6 +67,12 @@ fi
 if [ "${MOE_BUILD:-0}" = 1 ]; then
   "$PY" -m ostinato build --only $(cat "$HERE/kernels.txt") >"$MOE_WORK/build.log" 2>&1
   say "build: exit code $?"
+fi
+
+if has rows; then
+  say "rows begins"
+  timeout -k 5 300 "$PY" "$HERE/quantised_rows.py" --trace 2>&1 | tee "$OUT/rows.log"
+  say "rows: exit code ${PIPESTATUS[0]}"
 fi
 
 warming=

@@ -68,7 +68,7 @@ bool any_thread(bool value);  // of the CTA; all of it meets
 
 }  // namespace emulator
 
-extern emulator::Index threadIdx, blockIdx, gridDim;
+extern emulator::Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
@@ -154,6 +154,9 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline int __float2int_rn(float x) { return x != x ? 0 : static_cast<int>(std::nearbyint(x)); }
 inline float __uint_as_float(unsigned bits) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));

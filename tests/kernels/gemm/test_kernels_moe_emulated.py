@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 import subprocess
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.nvcc
 _CASES = effort(6, 40)
 
 
-def _variant(dtype: str, out_dtype: str, tokens: int, *, blocks: int = 0) -> MoeLinear:
+def _variant(
+    dtype: str, out_dtype: str, tokens: int, *, blocks: int = 0, x_dtype: str = ""
+) -> MoeLinear:
     """Return a kernel; `blocks` is how many channels share a scale of a block."""
     return MoeLinear(
         dtype=dtype,
@@ -26,6 +29,7 @@ def _variant(dtype: str, out_dtype: str, tokens: int, *, blocks: int = 0) -> Moe
         tokens=tokens,
         block_scales=blocks > 0,
         scale_channels=blocks or 8,
+        x_dtype=x_dtype,
     )
 
 
@@ -46,6 +50,15 @@ _VARIANTS = (
     _variant("bf16", "fp32", 64),
     _variant("int8", "fp32", 128),
 )
+# Each quantises rows of x: whole ones, and by groups.
+_ROWS = _variant("int8", "bf16", 8, x_dtype="bf16")
+_GROUPS = _variant("e4m3", "bf16", 8, blocks=128, x_dtype="bf16")
+_QUANTIZING = (
+    _ROWS,
+    _GROUPS,
+    _variant("e4m3", "bf16", 8, x_dtype="bf16"),
+    _variant("e4m3", "fp16", 8, blocks=8, x_dtype="fp16"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +67,19 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def _program(sources: Path, variant: MoeLinear) -> Path:
+def _program(sources: Path, variant: MoeLinear, rows: str) -> Path:
     """Compile the random calls of a kernel, once for all tests."""
-    program = sources / variant.name
-    defines = {**variant.defines(), "OSTINATO_ABI": "0"}
+    program = sources / f"{variant.name}{rows}"
+    defines = {**variant.defines(), "OSTINATO_ABI": "0", **({"CASES_X": rows} if rows else {})}
     compile_cases(sources, "moe_linear_cases.cpp", program, defines)
     return program
 
 
 def _run(
-    sources: Path, variant: MoeLinear, cases: int = _CASES
+    sources: Path, variant: MoeLinear, rows: str = "", cases: int = _CASES
 ) -> subprocess.CompletedProcess[str]:
-    command = [_program(sources, variant), "0", str(cases)]
+    """Run random calls; `rows` is the dtype of those that are quantised."""
+    command = [_program(sources, variant, rows or variant.x_dtype), "0", str(cases)]
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
@@ -81,24 +95,44 @@ def test_every_schedule_gives_the_right_rows(sources: Path, variant: MoeLinear) 
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.parametrize(
+    "variant", effort(_QUANTIZING[1:2], _QUANTIZING), ids=lambda variant: variant.name
+)
+def test_quantising_rows_changes_no_bit(sources: Path, variant: MoeLinear) -> None:
+    """As if they were quantised before: rows of zeros, tiny ones and rows with a NaN, too."""
+    given = _run(sources, dataclasses.replace(variant, x_dtype=""), variant.x_dtype)
+    done = _run(sources, variant)
+    assert given.returncode == 0, given.stdout[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.stdout == given.stdout
+    assert done.stdout.count("bits") == _CASES
+
+
+_QUANTIZER = "quantizing_producer.cuh"
 _WAITS = [
-    ("producer.cuh", "arrive_expecting(", "wait(&storage_.empty[position.slot]"),
-    ("producer.cuh", "copy_rows(warp, lane", "wait(&storage_.empty[position.slot]"),
-    ("stages.cuh", "fence_shared_for_tma", "wait(&storage_.full["),
-    ("stages.cuh", "fence_shared_for_tma", "wait(&storage_.full_tokens["),
+    (_FEW, "producer.cuh", "load_weights(map", "wait(&storage_.empty[position.slot]"),
+    (_FEW, "producer.cuh", "copy_rows(warp, lane", "wait(&storage_.empty[position.slot]"),
+    (_FEW, "stages.cuh", "fence_shared_for_tma", "wait(&storage_.full["),
+    (_FEW, "stages.cuh", "fence_shared_for_tma", "wait(&storage_.full_tokens["),
+    (_ROWS, _QUANTIZER, "copy_rows(tile", "sync_token_warps()"),
+    (_ROWS, _QUANTIZER, "if constexpr (kResultScales)", "sync_token_warps()"),
+    (_ROWS, _QUANTIZER, "// The rows of all stages", "sync_token_warps()"),
+    (_GROUPS, _QUANTIZER, "load_weights(map", "wait(&storage_.empty[position.slot]"),
+    (_ROWS, _QUANTIZER, "encode(row, lane, step", "wait(&storage_.empty[position.slot]"),
+    (_ROWS, "consumer.cuh", "epilogue.take_scales(", "wait_full(position)"),
 ]
 
 
-@pytest.mark.parametrize(("file", "before", "call"), effort(_WAITS[3:], _WAITS))
+@pytest.mark.parametrize(("variant", "file", "before", "call"), effort(_WAITS[3:4], _WAITS))
 def test_a_missing_wait_is_found(
-    sources: Path, tmp_path: Path, file: str, before: str, call: str
+    sources: Path, tmp_path: Path, variant: MoeLinear, file: str, before: str, call: str
 ) -> None:
     sources = shutil.copytree(sources, tmp_path / "csrc")
     path = sources / "gemm_w8a8" / "moe" / file
     text = path.read_text()
     begin = text.rindex(call, 0, text.index(before))
     path.write_text(text[:begin] + text[text.index(";", begin) + 1 :])
-    assert _run(sources, _FEW).returncode != 0
+    assert _run(sources, variant).returncode != 0
 
 
 def test_a_pair_that_overwrites_what_one_still_reads_is_found(
@@ -111,4 +145,4 @@ def test_a_pair_that_overwrites_what_one_still_reads_is_found(
     other = "remote_address(empty_, threadIdx.x % 2)"
     assert other in text
     path.write_text(text.replace(other, "remote_address(empty_, cluster_rank())"))
-    assert _run(sources, _PAIRS, 24).returncode != 0
+    assert _run(sources, _PAIRS, cases=24).returncode != 0

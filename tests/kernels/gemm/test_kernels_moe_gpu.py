@@ -15,7 +15,7 @@ from ostinato.ops.moe.moe_linear_cuda import MoeLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
-_SITES = ("weights", "tokens", "consumer", "release")
+_SITES = ("weights", "tokens", "consumer", "release", "quantized_rows", "row_scales")
 _VARIANTS = (
     MoeLinear(dtype="int8", out_dtype="bf16", tokens=8),
     MoeLinear(dtype="bf16", out_dtype="bf16", tokens=32),
@@ -24,6 +24,15 @@ _VARIANTS = (
     MoeLinear(dtype="e4m3", out_dtype="bf16", tokens=64, block_scales=True, scale_channels=128),
     MoeLinear(dtype="e4m3", out_dtype="bf16", tokens=128, block_scales=True, scale_channels=128),
     MoeLinear(dtype="int8", out_dtype="bf16", tokens=128),
+    MoeLinear(dtype="int8", out_dtype="bf16", tokens=8, x_dtype="bf16"),
+    MoeLinear(
+        dtype="e4m3",
+        out_dtype="bf16",
+        tokens=16,
+        block_scales=True,
+        scale_channels=128,
+        x_dtype="bf16",
+    ),
 )
 # Whose CTAs can be in pairs.
 _LARGE = tuple(
@@ -57,7 +66,7 @@ def _launch(
     pairs: bool = False,
 ) -> torch.Tensor:
     """Return a gated product of operands that are the same at every call."""
-    experts, k = plan.experts, 1500
+    experts, k = plan.experts, 1504 if variant.x_dtype else 1500
     n = 1024 if variant.scale_channels == 128 else 1040
     generator = torch.Generator("cuda").manual_seed(1)
     x, w = (
@@ -66,8 +75,9 @@ def _launch(
     )
     if variant.dtype == "int8":
         x, w = x * 40, w * 40
-    dtype = _DTYPES[variant.dtype]
-    x, packed = x.to(dtype)[:, :k], ops.pack_experts(w.to(dtype), gated=True)
+    dtype = _DTYPES[variant.x_dtype or variant.dtype]
+    x = x.to(dtype)[:, :k]
+    packed = ops.pack_experts(w.to(_DTYPES[variant.dtype]), gated=True)
     groups = -(-k // 128)
     x_scale, w_scale = (
         torch.rand(size, generator=generator, device="cuda") / 100
@@ -81,7 +91,7 @@ def _launch(
         x=padded.data_ptr(),
         x_stride=padded.stride(0),
         w=packed.data.data_ptr(),
-        x_scale=x_scale.data_ptr() if scaled else 0,
+        x_scale=x_scale.data_ptr() if scaled and not variant.x_dtype else 0,
         x_scale_stride=plan.tokens,
         w_scale=w_scale.data_ptr() if scaled else 0,
         rows=plan.rows.data_ptr(),

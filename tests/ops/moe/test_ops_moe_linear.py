@@ -12,8 +12,15 @@ from ops_cases import E4M3, FLOATS, assert_same_bits, int32
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.moe.moe_linear_cuda import MoeLinear, in_pairs, tile_channels
+from ostinato.ops.moe.moe_linear_cuda import (
+    MoeLinear,
+    in_pairs,
+    prefetch_of,
+    quantizes_rows,
+    tile_channels,
+)
 from ostinato.ops.moe.moe_linear_torch import multiply_slot_by_slot
+from ostinato.ops.moe.plan import tile_tokens_for
 
 
 def expected_of(
@@ -51,6 +58,71 @@ def test_each_format_as_its_twin(form: str, activation: str | None, to: str, pac
         got = ops.moe_linear(x, weight, plan, out_dtype=out_dtype, **options)
         assert got.dtype is out_dtype
         assert_near(got, exact, k)
+
+
+@pytest.mark.parametrize("to", ["experts", "slots"])
+@pytest.mark.parametrize("form", ["int8", "e4m3", "block", "block128"])
+def test_wide_rows_are_quantised_first(form: str, to: str, device: torch.device) -> None:
+    """With the bits of the ops that quantise; rows without an expert may be anything."""
+    tokens, experts, top_k, n, k = 5, 6, 2, 48, 200
+    plan = ops.moe_route(
+        torch.randn(tokens, experts).to(device), top_k, n_active=int32([4], device)
+    )
+    rows = tokens if to == "experts" else tokens * top_k
+    codes, w, scales = operands(form, rows, experts, n, k, device)
+    groups = form in ("block", "block128")
+    for dtype, early, power_of_two in (
+        (torch.bfloat16, True, False),
+        (torch.float16, False, groups),
+        (torch.float32, True, groups),
+    ):
+        x = torch.randn(rows, k).to(device, dtype)
+        x[-1] = math.nan if to == "slots" else 0
+        if groups:
+            codes, x_scale = ops.quantize_per_group(x, power_of_two=power_of_two)
+        else:
+            codes, x_scale = ops.quantize_per_token(x, w.dtype)
+        options: dict[str, Any] = {"to": to, "w_scale": scales["w_scale"], "out_dtype": dtype}
+        shape = (rows, n) if to == "slots" else (tokens * top_k, n)
+        want, got = (torch.full(shape, 7.0, dtype=dtype, device=device) for _ in range(2))
+        outs = [t.view(tokens, top_k, n) if to == "slots" else t for t in (want, got)]
+        ops.moe_linear(codes, w, plan, x_scale=x_scale, out=outs[0], **options)
+        more: dict[str, Any] = {"early": early, "power_of_two": power_of_two}
+        more["n_active"] = None if to == "experts" else plan.n_rows
+        ops.moe_linear(x, ops.pack_experts(w), plan, out=outs[1], **options, **more)
+        assert_same_bits(got, want)
+        assert ops.moe_linear(x, w, plan, to=to, w_scale=scales["w_scale"]).dtype is dtype
+
+
+def test_wide_rows_as_the_twin() -> None:
+    device = torch.device("cpu")
+    plan = routing(5, 6, 2, device)
+    for form in ("int8", "e4m3", "block", "block128"):
+        _, w, scales = operands(form, 10, 6, 48, 200, device)
+        x = torch.randn(10, 200)
+        for power_of_two in (False, True)[: 1 + form.startswith("block")]:
+            options: dict[str, Any] = {"to": "slots", "w_scale": scales["w_scale"]}
+            options["power_of_two"] = power_of_two
+            exact = expected_of(x, w, plan, torch.float64, **options)
+            assert_near(ops.moe_linear(x, w, plan, **options), exact, 200)
+
+
+def test_when_the_product_quantises_rows() -> None:
+    """Few rows of an expert, whole vectors, and results like x."""
+    x = torch.zeros(8, 2048, dtype=torch.bfloat16)
+    of_tokens = {tokens: (8 * tokens, 128, tile_tokens_for(8 * tokens, 128)) for tokens in (32, 33)}
+    assert quantizes_rows(x, torch.bfloat16, *of_tokens[32])
+    assert not quantizes_rows(x, torch.bfloat16, *of_tokens[33])
+    assert quantizes_rows(x, torch.bfloat16, 16, 8, 8)
+    assert not quantizes_rows(x, torch.bfloat16, 17, 8, 8)
+    assert not quantizes_rows(x, torch.bfloat16, 16, 8, 16)
+    for given, out_dtype in (
+        (x, torch.float32),
+        (x.float(), torch.float32),
+        (x[:, :2044], torch.bfloat16),
+        (torch.zeros(1, 2056).half(), torch.float16),
+    ):
+        assert not quantizes_rows(given, out_dtype, *of_tokens[32])
 
 
 def test_dtype_of_the_result_by_default() -> None:
@@ -134,6 +206,7 @@ def test_a_gated_tile_has_both_halves() -> None:
 PLAN = routing(2, 4, 2, torch.device("cpu"))
 X, W, SCALES = operands("e4m3", 2, 4, 16, 32, torch.device("cpu"))
 ROWS = operands("block", 2, 4, 24, 300, torch.device("cpu"))
+NO_SCALES = {"x_scale": None, "w_scale": None}
 WIDE = operands("block128", 2, 4, 384, 300, torch.device("cpu"))
 
 
@@ -144,7 +217,17 @@ WIDE = operands("block128", 2, 4, 384, 300, torch.device("cpu"))
         ({"to": "slots"}, ValueError, "x: got 2 rows, expected 4"),
         ({"to": "tokens"}, ValueError, "to: got 'tokens', expected 'experts' or 'slots'"),
         ({"x": X.double()}, TypeError, "x: got dtype torch.float64"),
-        ({"x": X.float()}, TypeError, "w: got dtype torch.float8_e4m3fn, expected torch.float32"),
+        ({"x": X.float()}, ValueError, "x_scale: got a tensor, expected None for x of torch.floa"),
+        ({"x": X.half(), **NO_SCALES}, ValueError, "w_scale: got None, expected a tensor for tor"),
+        ({"x": X.half(), "x_scale": None, "w": W.float()}, TypeError, "w: got dtype torch.float32"),
+        ({"power_of_two": 1}, TypeError, "power_of_two: got int"),
+        ({"n_active": torch.ones(1)}, TypeError, "n_active: got dtype torch.float32"),
+        ({"power_of_two": True}, ValueError, "power_of_two: got True, expected False where x is"),
+        (
+            {"x": X.half(), "x_scale": None, "power_of_two": True},
+            ValueError,
+            "power_of_two: got True, expected False where x is not quantised by groups",
+        ),
         ({"w": W[:3]}, ValueError, r"w: got shape \[3, 16, 32\], expected \[4, N, 32\]"),
         ({"w": W.view(torch.int8)}, TypeError, "w: got dtype torch.int8"),
         ({"w": ops.pack_experts(W[:, :, :31])}, ValueError, r"w: got shape \[4, 16, 31\]"),
@@ -157,6 +240,8 @@ WIDE = operands("block128", 2, 4, 384, 300, torch.device("cpu"))
         ({"plan": PLAN._replace(tile_tokens=24)}, ValueError, "plan.tile_tokens: got 24"),
         ({"plan": PLAN._replace(rows=PLAN.rows[:3])}, ValueError, r"plan.rows: got shape \[3\]"),
         ({"early": 1}, TypeError, "early: got int"),
+        ({"next_w": W}, TypeError, "next_w: got Tensor, expected PackedExperts or None"),
+        ({"next_w": ops.pack_experts(W[:3])}, ValueError, "next_w: got 3 experts, expected 4$"),
         ({"out_dtype": torch.int8}, TypeError, "out_dtype: got torch.int8"),
         ({"out": torch.empty(4, 15).bfloat16()}, ValueError, r"out: got shape \[4, 15\]"),
         (
@@ -224,6 +309,32 @@ def test_the_way_of_gpus_without_a_kernel(form: str, activation: str | None, to:
     there[plan.rows[:used].long()] |= to == "slots"
     assert_near(out[there], exact[there], k)
     assert (out[~there] == 7).all()
+
+
+def test_what_the_next_product_begins_with() -> None:
+    few = MoeLinear(dtype="int8", out_dtype="bf16", tokens=8)
+    down = torch.empty(128 * 128, 12, 16, 64, dtype=torch.int8)  # [2048, 768] of 128 experts
+    found = prefetch_of(few, down, 128, 132, 8)
+    assert found.pop("next_w") == down.data_ptr()
+    expected = {"next_expert_tiles": 128, "next_tile_channels": 128}
+    assert found == expected | {"next_tile_bytes": 12 << 10, "next_bytes": 12 << 10}
+    # Of long rows the beginning: all CTAs would ask for more than the L2 holds.
+    long = torch.empty(8 * 16, 224, 16, 64, dtype=torch.int8)
+    found = prefetch_of(few, long, 8, 132, 8)
+    assert found["next_bytes"] * found["next_tile_channels"] // 16 == 128 << 10
+    assert not prefetch_of(few, None, 128, 132, 8)
+    many = MoeLinear(dtype="int8", out_dtype="bf16", tokens=64)
+    assert not prefetch_of(many, down, 128, 132, 128)
+
+
+def test_fetching_ahead_changes_no_bit() -> None:
+    device = torch.device("cpu")
+    x, w, scales = operands("int8", 5, 6, 32, 64, device)
+    _, down, _ = operands("int8", 5, 6, 64, 16, device)
+    plan = routing(5, 6, 2, device)
+    options: dict[str, Any] = {"to": "experts", "activation": "silu_mul", **scales}
+    expected = ops.moe_linear(x, w, plan, **options)
+    assert_same_bits(ops.moe_linear(x, w, plan, next_w=ops.pack_experts(down), **options), expected)
 
 
 def test_tiles_are_cut_where_that_spreads_the_reads_of_weights() -> None:

@@ -30,12 +30,9 @@ def block(
     first = dict(zip(names, scales[:2], strict=False))
     h = ops.moe_linear(x, gate_up, plan, to="experts", activation="silu_mul", **first)
     second: dict[str, Any] = {}
-    if len(scales) and scales[0].dim() == 2:
-        h, x_scale = ops.quantize_per_group(h, n_active=plan.n_rows)
-        second = dict(zip(names, (x_scale, scales[2]), strict=True))
-    elif len(scales):
-        h, x_scale = ops.quantize_per_token(h, x.dtype, n_active=plan.n_rows)
-        second = dict(zip(names, (x_scale, scales[2]), strict=True))
+    if len(scales):
+        second = {"w_scale": scales[2], "n_active": plan.n_rows, "early": True}
+        second["power_of_two"] = scales[0].dim() == 2
     y = ops.moe_linear(h, down, plan, to="slots", out_dtype=residual.dtype, **second)
     return ops.moe_combine(
         y, plan, residual=residual, norm_weight=weight, quantize=torch.int8, shared=residual
@@ -79,24 +76,28 @@ def test_opcheck(device: torch.device) -> None:
     """Schemas and fakes, on the tensors that the public ops pass."""
     x, logits, gate_up, down, residual, weight = arguments("bf16", device)
     plan = ops.moe_route(logits, 2)
-    router = (logits, "softmax", True, 1.0, None, 1, 1, "max", None, *plan)
+    router = (logits, "softmax", True, 1.0, None, 1, 1, "max", None, None, *plan)
     tables = (plan.ids, plan.rows, plan.offsets, plan.tiles, plan.n_tiles, plan.tile_tokens)
     rows = torch.zeros(12, 64, dtype=x.dtype, device=device)
-    first = (x, gate_up, None, None, 128, True, True, False, *tables, rows)
+    first = (x, gate_up, None, None, 128, True, True, False, False, None, down, *tables, rows)
     slots = torch.zeros(6, 2, 128, dtype=x.dtype, device=device)
-    second = (rows, down, None, None, 128, False, False, True, *tables, slots)
+    second = (rows, down, None, None, 128, False, False, True, False, None, None, *tables, slots)
+    codes, scale = down.to(torch.int8), torch.ones(8, 128, device=device)
+    how = (128, False, False, True, False, plan.n_rows, None)
+    quantising = (rows, codes, None, scale, *how, *tables, slots)
     total, normed = torch.zeros_like(residual), torch.zeros_like(residual)
     rest = (residual, None, residual, weight, 1e-6, False)
     sums = (slots, plan.ids, plan.weights, *rest, total, normed, None)
-    how = ("test_schema", "test_autograd_registration", "test_faketensor")
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     for name, given in (
         ("moe_route", router),
         ("moe_linear", first),
         ("moe_linear", second),
+        ("moe_linear", quantising),
         ("moe_combine", sums),
     ):
         op = getattr(torch.ops.ostinato, name).default
-        torch.library.opcheck(op, given, test_utils=(*how, "test_aot_dispatch_dynamic"))
+        torch.library.opcheck(op, given, test_utils=(*utils, "test_aot_dispatch_dynamic"))
 
 
 def test_results_carry_no_gradient(device: torch.device) -> None:
