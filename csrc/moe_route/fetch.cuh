@@ -20,9 +20,15 @@ __device__ __forceinline__ int real_tokens(const MoeRouteParams& p) {
   return p.n_active == nullptr ? p.tokens : min(*p.n_active, p.tokens);
 }
 
-// Whether so many tokens will choose nearly all experts, so that nobody has to wait for them.
-__device__ __forceinline__ bool choose_nearly_all(const MoeRouteParams& p) {
+// Whether so many tokens will choose so many experts that some of all are fetched before they do.
+__device__ __forceinline__ bool may_choose_any(const MoeRouteParams& p) {
   return real_tokens(p) >= p.next_least_tokens;
+}
+
+// Whether they have as many slots as there are experts: of those that are chosen the same would be
+// fetched once more.
+__device__ __forceinline__ bool choose_most(const MoeRouteParams& p) {
+  return real_tokens(p) * p.top_k >= p.experts;
 }
 
 // By all threads of all these CTAs. `counts`: slots of each expert, of which those are fetched that

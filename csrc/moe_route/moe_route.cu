@@ -71,9 +71,11 @@ template <int kPerLane>
 __global__ void __launch_bounds__(kFewWarps<kPerLane> * 32, 1)
     route_few(const __grid_constant__ MoeRouteParams p) {
   const bool fetches = is_to_fetch(p);
-  if (fetches && choose_nearly_all(p)) {
+  if (fetches && may_choose_any(p)) {
     fetch_weights(p, nullptr);
-    return;
+    if (choose_most(p)) {
+      return;
+    }
   }
   extern __shared__ __align__(1024) uint8_t storage[];
   constexpr int kWarps = kFewWarps<kPerLane>;
@@ -145,7 +147,7 @@ template <int kPerLane>
 __global__ void __launch_bounds__(kSelectWarps * 32, 1)
     route_cluster(const __grid_constant__ MoeRouteParams p) {
   if (is_to_fetch(p)) {
-    if (choose_nearly_all(p)) {
+    if (may_choose_any(p)) {
       fetch_weights(p, nullptr);
     }
     return;

@@ -38,8 +38,8 @@ struct MoeRouteParams {
   // Packed experts that are multiplied next by a grid of next_ctas, or null. An expert has
   // next_expert_tiles packed tiles of next_tile_bytes, a CTA's tile next_cta_tiles. Of tokens that
   // one CTA or a cluster routes, the L2 fetches at most next_budget bytes of that: of the experts
-  // that were chosen or, if at least next_least_tokens are real, of all before they choose. So many
-  // CTAs ask for it, a multiple of 8, the largest cluster.
+  // that were chosen, and if at least next_least_tokens are real, of all before they choose. So
+  // many CTAs ask for it, a multiple of 8, the largest cluster.
   OSTINATO_OPTIONAL(const void*, next_w);
   OSTINATO_OPTIONAL(int32_t, fetch_ctas);
   OSTINATO_OPTIONAL(int32_t, next_ctas);

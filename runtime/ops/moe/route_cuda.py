@@ -37,12 +37,12 @@ _CLUSTERS = (4, 8)
 _MOST_SEGMENTS = 256
 _MOST_SEGMENT_TOKENS = 65535
 
-# The L2 fetches weights while a launch routes: of at most so many tokens, and so much, half of it:
-# what memory reads meanwhile, and more.
+# The L2 fetches weights while a launch routes: of at most so many tokens, and so much, half of
+# the L2: what memory reads meanwhile, and more.
 _FETCH_TOKENS = _CLUSTERS[-1] * _SEGMENT_TOKENS
 FETCH_BYTES = 24 << 20
 FETCH_CTAS = 64  # that ask for it
-# Of all experts before they are chosen, from so many slots of one on: then exp(-2) of them are
+# Of all experts before they are chosen, too, from so many slots of one on: then exp(-2) of them are
 # fetched for nothing, if tokens choose at random.
 FETCH_SLOTS = 2
 

@@ -12,8 +12,8 @@ ways take turns in one process (`ostinato.bench.harness.rotation`):
     chosen    that, and while a plan is made what the first begins with, of experts that are chosen
     tree      all as the tree has it: of nearly all experts before they are chosen
     ctas32, ctas128  as tree, with so many CTAs that fetch
-    fetch16, fetch24, fetch32  of all experts before they are chosen, for any number of tokens, so
-              many MB in all
+    fetch16, fetch24, fetch32  of all experts before they are chosen for any number of tokens, too,
+              so many MB of either
 
 A row per precision and number of tokens goes to OUT/quantised_rows.json as it is measured, and the
 table to stdout, with whether all ways gave the same bits for every input set. At the end: where
