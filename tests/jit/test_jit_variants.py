@@ -205,7 +205,7 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
             *(FusedLinear, _FUSED, {"activation": "silu_mul", "out_dtype": "fp32"}),
             "activation: got 'silu_mul', expected ''",
         ),
-        (ActivatedLinear, {"out_dtype": "bf16"}, {"x_slots": 5}, "x_slots: got 5, expected 4 or"),
+        (ActivatedLinear, {"out_dtype": "bf16"}, {"out_dtype": "int8"}, "out_dtype: got 'int8'"),
         (Embed, {"dtype": "bf16"}, {"dtype": "e4m3"}, "dtype: got 'e4m3', expected 'bf16' or"),
         (MergeStates, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16'"),
         (Sample, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),

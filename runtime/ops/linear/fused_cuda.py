@@ -74,8 +74,19 @@ class FusedLinear(Variant):
         then = f"-then_{self.activation}" if self.activation else ""
         return f"{self.family}-{self.kind}-{dtypes}-k{self.max_k}{weight}{then}"
 
+    @property
+    def x_slots(self) -> int:
+        """Chunks of x that a warp holds in registers (csrc: kXSlots).
+
+        Codes lie in shared memory, from which the next ones soon come, so one is enough, and a
+        launch has a quarter less code to fetch. With 8192 features and norm weights in fp32 a
+        quantiser holds 32 of these in each thread, and one slot has not paid: Gemma 3 27B's step
+        took .5% more (docs/notebooks/decode_step.md).
+        """
+        return 4 if self.weight_dtype == "fp32" and self.max_k == _MAX_K[-1] else 1
+
     def defines(self) -> dict[str, str]:
-        product = GemmSmallM(out_dtype=self.out_dtype, max_m=8)
+        product = GemmSmallM(out_dtype=self.out_dtype, max_m=8, x_slots=self.x_slots)
         rows = Quantize(
             kind=self.kind,
             in_dtype=self.in_dtype,
@@ -97,29 +108,26 @@ class ActivatedLinear(Variant):
 
     Args:
         out_dtype: of the output and the bias.
-        x_slots: chunks of x that a warp holds in registers, 4 of them for each.
     """
 
     family: ClassVar[str] = "activated_linear"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "fused" / "activated_linear_sm90.cu"
     needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
-    name_pattern: ClassVar[str] = r"int8-(?P<out_dtype>\w+)-x(?P<x_slots>\d+)"
+    name_pattern: ClassVar[str] = r"int8-(?P<out_dtype>\w+)"
     dtype: ClassVar[str] = "int8"
 
     out_dtype: str
-    x_slots: int = 8
 
     def __post_init__(self) -> None:
         check("out_dtype", self.out_dtype, FLOAT_DTYPES)
-        check("x_slots", self.x_slots, (4, 8, 16))
 
     @property
     def name(self) -> str:
-        return f"{self.family}-{self.dtype}-{self.out_dtype}-x{self.x_slots}"
+        return f"{self.family}-{self.dtype}-{self.out_dtype}"
 
     def defines(self) -> dict[str, str]:
-        product = GemmSmallM(out_dtype=self.out_dtype, max_m=8, x_slots=self.x_slots)
-        return product.defines()
+        # With eight a step takes .6 to 1.4% more (docs/notebooks/decode_step.md).
+        return GemmSmallM(out_dtype=self.out_dtype, max_m=8, x_slots=4).defines()
 
 
 # For one token of a 16-bit model, whose output projection may have fp32 results.

@@ -9,10 +9,13 @@
 #include <vector>
 
 #include "gemm_w8a8/fused/activated_linear_sm90.cu"
+#include "int8_rows.h"
 
 namespace {
 
 using namespace ostinato;
+using emulator::codes_of;
+using emulator::place_of;
 using small_m::Output;
 
 constexpr int kDepths[] = {16, 112, 128, 1040, 1536, 3072, 9232, 17920};
@@ -20,22 +23,6 @@ constexpr int kDepths[] = {16, 112, 128, 1040, 1536, 3072, 9232, 17920};
 template <class T>
 T* aligned(size_t count) {
   return static_cast<T*>(std::aligned_alloc(256, (count * sizeof(T) + 511) / 256 * 256));
-}
-
-// As quantize.cu, of rows: groups of four for Grid, which takes as many.
-std::vector<int8_t> codes_of(const float* x, int k, float scale) {
-  const Divisor divisor(scale);
-  std::vector<int8_t> codes(k);
-  for (int i = 0; i < k; i += 4) {
-    float q[4];
-    for (int j = 0; j < 4; ++j) {
-      q[j] = divisor.fast ? divisor.divide_fast(x[i + j]) : divisor.divide(x[i + j]);
-    }
-    const Grid<dtype::int8> grid(0.0f);
-    const uint32_t word = divisor.fast ? grid.encode_bounded(q) : grid.encode(q);
-    std::memcpy(&codes[i], &word, 4);
-  }
-  return codes;
 }
 
 bool run_case(int seed) {
@@ -68,9 +55,7 @@ bool run_case(int seed) {
     for (int i = 0; i < k; ++i) {
       const int8_t value = static_cast<int8_t>(random());
       plain[size_t{1} * row * k + i] = value;
-      const int vector = i % 64 / 16 ^ row / 2 % 4;
-      w[(size_t{1} * (row / 16) * blocks + i / 64) * kPackedBlockBytes + row % 16 * 64 +
-        vector * 16 + i % 16] = static_cast<uint8_t>(value);
+      w[place_of(row, i, blocks)] = static_cast<uint8_t>(value);
     }
   }
   std::vector<float> scale(n);

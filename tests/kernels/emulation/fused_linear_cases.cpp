@@ -1,8 +1,9 @@
 // Random calls of the linear layer that quantises x itself. Program FIRST COUNT FOLDER.
 //
-// Without an activation function: keeps each call's results in FOLDER. With one: compares what it
-// leaves, bit by bit, with the function of those results, and its maxima with the largest. Exit
-// code 1 if any differs.
+// Without an activation function: keeps each call's results in FOLDER and, if x is quantised as it
+// is, compares them with those of the kernels that it stands for. With one: compares what it
+// leaves, bit by bit, with the function of the results in FOLDER, and its maxima with the largest.
+// Exit code 1 if any differs.
 //
 // First, since it takes CUDA's own words away from what follows.
 #include "emulator.h"
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "gemm_w8a8/fused/fused_linear_sm90.cu"
+#include "int8_rows.h"
 
 namespace {
 
@@ -19,11 +21,41 @@ using namespace ostinato;
 using namespace ostinato::fused_linear;
 using Gate = small_m::Output;
 
-constexpr int kDepths[] = {16, 112, 1024, 1040, 2064, 4096};
+constexpr int kDepths[] = {16, 112, 1024, 1040, 2064, kMaxK > 4096 ? 5376 : 4096};
 
 template <class T>
 T* aligned(size_t count) {
   return static_cast<T*>(std::aligned_alloc(256, (count * sizeof(T) + 511) / 256 * 256));
+}
+
+// Counts the results that are not those of one scale, codes, int32 sums, one fma, one rounding.
+int count_wrong(const FusedLinearParams& p, int blocks) {
+  std::vector<float> x(p.k);
+  float largest = 0.0f;
+  for (int i = 0; i < p.k; ++i) {
+    x[i] = static_cast<float>(static_cast<const In*>(p.x)[i]);
+    largest = max_magnitude(largest, x[i]);
+  }
+  const float x_scale = dynamic_scale<dtype::int8>(largest);
+  const std::vector<int8_t> codes = emulator::codes_of(x.data(), p.k, x_scale);
+  const int8_t* const w = static_cast<const int8_t*>(p.w);
+  int wrong = 0;
+  for (int row = 0; row < p.n; ++row) {
+    int32_t sum = 0;
+    for (int i = 0; i < p.k; ++i) {
+      sum += codes[i] * w[emulator::place_of(row, i, blocks)];
+    }
+    const float scale = p.w_scale[row * p.w_scale_stride] * static_cast<float>(sum);
+    const float added =
+        p.bias == nullptr ? 0.0f : static_cast<float>(static_cast<const Gate*>(p.bias)[row]);
+    const Gate want = static_cast<Gate>(std::fma(x_scale, scale, added));
+    const Gate& found = static_cast<const Gate*>(p.out)[row];
+    const bool same = std::isnan(static_cast<float>(want))
+                          ? std::isnan(static_cast<float>(found))
+                          : std::memcmp(&want, &found, sizeof(Gate)) == 0;
+    wrong += same ? 0 : 1;
+  }
+  return wrong;
 }
 
 bool run_case(int seed, const std::string& folder) {
@@ -94,6 +126,7 @@ bool run_case(int seed, const std::string& folder) {
     wrong += std::fwrite(stored.data(), sizeof(Gate), n, file) == static_cast<size_t>(n) ? 0 : 1;
     std::fclose(file);
     wrong += static_cast<float>(stored[n]) == kPoison ? 0 : 1;
+    wrong += kKind == Kind::per_token ? count_wrong(params, blocks) : 0;
   } else {
     std::FILE* const file = std::fopen(path.c_str(), "rb");
     wrong += std::fread(stored.data(), sizeof(Gate), n, file) == static_cast<size_t>(n) ? 0 : 1;

@@ -1,10 +1,11 @@
-"""The two launches of an MLP of one token on the CPU, under random schedules: equal bits."""
+"""Layers that quantise one token themselves on the CPU, under random schedules: equal bits."""
 
 from __future__ import annotations
 
 import functools
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,14 @@ pytestmark = pytest.mark.nvcc
 _CASES = effort(60, 400)
 
 
-def _first(kind: str, dtype: str, activation: str, weight: str = "") -> FusedLinear:
+def _first(
+    kind: str, dtype: str, activation: str, weight: str = "", max_k: int = 4096
+) -> FusedLinear:
     return FusedLinear(
         kind=kind,
         in_dtype=dtype,
         out_dtype=dtype,
-        max_k=4096,
+        max_k=max_k,
         weight_dtype=weight,
         activation=activation,
     )
@@ -32,13 +35,11 @@ def _first(kind: str, dtype: str, activation: str, weight: str = "") -> FusedLin
 
 _GATED = (
     _first("rms_norm", "bf16", "silu_mul"),
-    _first("rms_norm", "bf16", "gelu_tanh_mul", "fp32"),
+    _first("rms_norm", "bf16", "gelu_tanh_mul", "fp32", 8192),
     _first("per_token", "fp16", "relu2_mul"),
 )
-_SECOND = tuple(
-    ActivatedLinear(out_dtype=dtype, x_slots=slots)
-    for dtype, slots in (("bf16", 8), ("fp32", 4), ("fp16", 16))
-)
+_PLAIN = (_first("per_token", "bf16", "", max_k=8192), _first("per_token", "fp16", ""))
+_SECOND = tuple(ActivatedLinear(out_dtype=dtype) for dtype in ("bf16", "fp32", "fp16"))
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +64,19 @@ def _run(program: Path, *arguments: Path) -> subprocess.CompletedProcess[str]:
 def test_gates_are_those_that_the_plain_layer_stores(
     sources: Path, tmp_path: Path, gated: FusedLinear
 ) -> None:
-    plain = _first(gated.kind, gated.in_dtype, "", gated.weight_dtype)
+    plain = replace(gated, activation="")
     for variant in (plain, gated):
         done = _run(_program(sources, variant), tmp_path)
         assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("plain", effort(_PLAIN[:1], _PLAIN), ids=lambda variant: variant.name)
+def test_rows_in_shared_memory_are_those_of_two_kernels(
+    sources: Path, tmp_path: Path, plain: FusedLinear
+) -> None:
+    """Rows of one chunk and of several, which the slots hold or do not."""
+    done = _run(_program(sources, plain), tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("second", effort(_SECOND[:1], _SECOND), ids=lambda variant: variant.name)

@@ -159,7 +159,7 @@ def test_a_model_is_compiled_with_both_kernels_of_an_mlp() -> None:
         found += precompile.gated_kernels(then, found)
         return {v.name for v in found if getattr(v, "activation", "") or v.family.startswith("act")}
 
-    second = "activated_linear-int8-bf16-x8"
+    second = "activated_linear-int8-bf16"
     first = "fused_linear-rms_norm-bf16-int8-bf16-k4096"
     assert kernels(torch.int8, "silu_mul") == {f"{first}-then_silu_mul", second}
     wide = f"{first}-fp32_weight-then_gelu_tanh_mul"
