@@ -8,7 +8,7 @@
 #include "common/launch.cuh"
 #include "common/mbarrier.cuh"
 
-emulator::Index threadIdx, blockIdx, gridDim;
+emulator::Index threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulator {
 
@@ -240,6 +240,7 @@ bool any_thread(bool value) {
 
 void run(int ctas, int cluster, int threads, std::function<void()> kernel) {
   gridDim.x = ctas;
+  blockDim.x = threads;
   cluster_ctas = cluster;
   cta_threads = threads;
   kernel_entry = std::move(kernel);

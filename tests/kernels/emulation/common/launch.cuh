@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "emulator.h"
+#include "target.cuh"
 
 namespace emulator {
 
@@ -16,8 +17,6 @@ inline int sms = 1, clusters = 1;  // of the device; clusters that it runs at th
 }  // namespace emulator
 
 namespace ostinato {
-
-inline constexpr bool kHasClusters = true;
 
 struct LaunchConfig {
   dim3 grid, block;
