@@ -114,10 +114,8 @@ inline constexpr int kPromotionBytes = kPromotesToGmem ? kOutputs * 4 * kConsume
 // With three consumer warpgroups and head dims up to 64, consumers can give up registers to warps
 // that copy pages.
 struct Registers {
-  static constexpr RegisterSplit kDequantizing = kConsumers == 3 ? RegisterSplit{56, 152}
-                                                 : kDim > 128 && !kTokenScales
-                                                     ? RegisterSplit{72, 216}
-                                                     : RegisterSplit{56, 224};
+  static constexpr RegisterSplit kDequantizing =
+      kConsumers == 3 ? RegisterSplit{56, 152} : RegisterSplit{56, 224};
   static constexpr bool kSpares =
       kSource == Source::Pages && kConsumers == 3 && kOutputs <= 32 && !kDebugPrint;
   static constexpr RegisterSplit kSplit = kSpares ? RegisterSplit{56, 152}
@@ -206,12 +204,6 @@ inline constexpr bool kSpareIsKeys =
 inline constexpr bool kSparesBoth = kPromotesToGmem && kRoomLeft >= kValueBytes + kKeyBytes;
 inline constexpr int kKeyStages = kStages + (kSpareIsKeys || kSparesBoth ? 1 : 0);
 inline constexpr int kValueStages = kStages + (kHasSpareTile && !kSpareIsKeys ? 1 : 0);
-// Of two stages of dequantised tiles, the other one is still read when a tile is to be copied: the
-// first half of its 8-bit rows is copied to a place of its own before. (With scales of tokens the
-// producer has no registers for it, and copies a tile when the one before it is handed over.)
-inline constexpr bool kCopiesHalves = kDequantizes && kStages == 2 && !kTokenScales;
-inline constexpr int kHalfBytes = kCopiesHalves ? kKeys / 2 * (kDim + kValueDim) : 0;
-static_assert(!kCopiesHalves || (kHalfBytes <= kRoomLeft && !kHasSpareTile), "halves have room");
 static_assert(!kTokenScales || kKeyStages <= kMostScaleStages, "scales have room");
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kKeyStages,

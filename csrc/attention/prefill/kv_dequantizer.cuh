@@ -16,12 +16,6 @@
 
 namespace ostinato::prefill {
 
-// Where the halves are. Kernels that copy none have no memory for them, and never call this.
-template <class Storage>
-__device__ __forceinline__ uint8_t* halves_of(Storage& shared) {
-  return shared.halves;
-}
-
 // Of `What`, keys or values, of one work tile. Its functions are called by a warp.
 template <class What>
 class KvDequantizer {
@@ -37,8 +31,7 @@ class KvDequantizer {
   __device__ __forceinline__ void run(CompactRingPosition& position, Then then) {
     // The number of tiles is read anew each time: registers are few.
     Rows next = find_rows(0);
-    Addresses addresses = addresses_of(next);
-    copy_ahead(position, addresses);
+    copy(position, addresses_of(next));
     RowScales row_scales = load_scales(next);
     next = find_rows(1);
 #pragma unroll 1
@@ -46,30 +39,21 @@ class KvDequantizer {
       if (n == tile_of_next()) {
         then();
       }
+      const bool more = n + 1 < work_tile_.tiles();
       CompactRingPosition after = position;
       after.advance(kStagesOf<What>);
-      if constexpr (kCopiesHalves) {
-        copy_rest(position, addresses);
-        wait_copies<1>();
-        convert<0, kHalf>(position, own_half() + Vectors::dense_offset(opaque_lane()));
-      }
-      const bool more = n + 1 < work_tile_.tiles();
-      if constexpr (kCopiesAhead) {
-        addresses = addresses_of(next);
-      }
       if (kCopiesAhead && more) {
-        copy_ahead(after, addresses);
+        copy(after, addresses_of(next));
         wait_copies<1>();
       } else {
         wait_copies<0>();
       }
-      convert<kHalf, Vectors::kCount>(position,
-                                      stage(position) + Vectors::copied_offset(opaque_lane()));
+      convert(position);
       clear_non_numbers(position, row_scales);
       write_row_scales(position, row_scales);
       hand_over(position);
       if (!kCopiesAhead && more) {
-        copy_ahead(after, addresses_of(next));
+        copy(after, addresses_of(next));
       }
       row_scales = load_scales(next);
       next = find_rows(n + 2);  // page ids are read a tile ahead
@@ -85,13 +69,10 @@ class KvDequantizer {
   using Vector = uint4;
 
   // Of two stages, the other one is still read when a tile is converted.
-  static constexpr bool kCopiesAhead = kStagesOf<What> > 2 || kCopiesHalves;
-  // A lane's vectors that are copied elsewhere than to their stage.
-  static constexpr int kHalf = kCopiesHalves ? Vectors::kCount / 2 : 0;
+  static constexpr bool kCopiesAhead = kStagesOf<What> > 2;
   // Vectors of 8-bit elements that a lane has read before it converts one.
   static constexpr int kRead = 4;
-  static_assert(!kDequantizes || Vectors::kCount % kRead == 0 && kHalf % kRead == 0,
-                "they take turns in registers");
+  static_assert(!kDequantizes || Vectors::kCount % kRead == 0, "they take turns in registers");
 
   // The tile before which the next work tile is found (the number of tiles: after the last). The
   // ring is full then, so that consumers do not wait for it.
@@ -224,72 +205,42 @@ class KvDequantizer {
                        first_row % 32 + Vectors::row(lane));
   }
 
-  __device__ __forceinline__ static unsigned opaque_lane() { return opaque(threadIdx.x % 32); }
-  // This warp's place for the first half of its rows.
-  __device__ __forceinline__ uint8_t* own_half() const {
-    const int warp = warp_ + (std::is_same_v<What, Keys> ? 0 : kKvWarps);
-    if constexpr (kCopiesHalves) {
-      return halves_of(shared_) + warp * (kHalfBytes / (2 * kKvWarps));
-    } else {
-      return nullptr;
-    }
-  }
-
-  // Asks for what can be copied of a tile before the one before it is converted.
-  __device__ __forceinline__ void copy_ahead(const CompactRingPosition& position,
-                                             const Addresses& addresses) const {
-    if constexpr (kCopiesHalves) {
-      copy<0, kHalf, Vectors::kOfRow * 16>(own_half() + Vectors::dense_offset(opaque_lane()),
-                                           addresses);
-    } else {
-      copy_rest(position, addresses);
-    }
-  }
-  // Asks for the other copies, to the stage.
-  __device__ __forceinline__ void copy_rest(const CompactRingPosition& position,
-                                            const Addresses& addresses) const {
+  // Asks for copies of a tile's rows to its stage.
+  __device__ __forceinline__ void copy(const CompactRingPosition& position,
+                                       const Addresses& addresses) const {
     wait(&barriers_of<What>(shared_).empty[position.slot], position.parity ^ 1);
-    copy<kHalf, Vectors::kCount, kStripBytes>(
-        stage(position) + Vectors::copied_offset(opaque_lane()), addresses);
-  }
-  // Of a lane's vectors from kFirst on, to rows of kStep bytes, the first of which is that of the
-  // lane's vector 0.
-  template <int kFirst, int kLast, int kStep>
-  __device__ __forceinline__ void copy(const uint8_t* rows, const Addresses& addresses) const {
-    const unsigned lane = opaque_lane(), of_lane = Vectors::vector(lane) * 16;
-    const uint32_t to = shared_address(rows);
+    const unsigned lane = opaque(threadIdx.x % 32), of_lane = Vectors::vector(lane) * 16;
+    const uint32_t to = shared_address(stage(position)) + Vectors::copied_offset(lane);
 #pragma unroll
-    for (int i = kFirst; i < kLast; ++i) {
+    for (int i = 0; i < Vectors::kCount; ++i) {
       const uint64_t row = address_of(addresses, i, lane);
-      copy_vector_part_of_group(to + i * Vectors::kRowsAtOnce * kStep,
+      copy_vector_part_of_group(to + i * Vectors::kRowsAtOnce * kStripBytes,
                                 reinterpret_cast<const CacheType*>(row) + of_lane,
                                 row == 0 ? 0 : 16);
     }
     commit_copies();
   }
 
-  // Converts some of a lane's vectors, which have been copied to such rows.
-  template <int kFirst, int kLast>
-  __device__ __forceinline__ void convert(const CompactRingPosition& position,
-                                          const uint8_t* rows) const {
-    constexpr int kStep = kFirst < kHalf ? Vectors::kOfRow * 16 : kStripBytes;
+  // Converts a tile that has been copied to its stage.
+  __device__ __forceinline__ void convert(const CompactRingPosition& position) const {
     uint8_t* const to = stage(position);
-    const unsigned lane = opaque_lane();
+    const unsigned lane = opaque(threadIdx.x % 32);
+    const uint8_t* const from = to + Vectors::copied_offset(lane);
     const auto read = [&](int i) {
-      return *reinterpret_cast<const Vector*>(rows + i * Vectors::kRowsAtOnce * kStep);
+      return *reinterpret_cast<const Vector*>(from + i * Vectors::kRowsAtOnce * kStripBytes);
     };
     Vector copied[kRead];
 #pragma unroll
     for (int i = 0; i < kRead; ++i) {
-      copied[i] = read(kFirst + i);
+      copied[i] = read(i);
     }
 #pragma unroll
-    for (int i = kFirst; i < kLast; ++i) {
+    for (int i = 0; i < Vectors::kCount; ++i) {
       __syncwarp();  // all lanes have read the rows that this overwrites
       const Vector vector = copied[i % kRead];
       store(to + Vectors::offset(i, 0, lane), vector.x, vector.y);
       store(to + Vectors::offset(i, 1, lane), vector.z, vector.w);
-      if (i + kRead < kLast) {
+      if (i + kRead < Vectors::kCount) {
         copied[i % kRead] = read(i + kRead);
       }
     }

@@ -51,10 +51,6 @@ struct VectorsOf {
     const unsigned to = (kOfRow + vector(lane)) ^ row(lane) % 2 * 4;
     return to / 8 * kKeyStrip + row(lane) * kStripBytes + to % 8 * 16;
   }
-  // The same where rows of 8-bit elements follow one another.
-  __device__ __forceinline__ static constexpr unsigned dense_offset(unsigned lane) {
-    return (row(lane) * kOfRow + (vector(lane) ^ row(lane) % 2 * 4)) * 16;
-  }
 };
 
 template <class What>

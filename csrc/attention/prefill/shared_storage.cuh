@@ -76,16 +76,12 @@ struct ScaleStorage {
 struct QueryStorage {
   float query_units[kQueryBuffers][kConsumers][kRows];
 };
-struct HalvesStorage {
-  alignas(16) uint8_t halves[kHalfBytes > 0 ? kHalfBytes : 16];  // of each producer warp
-};
 template <int>
 struct NoStorage {};
 
 struct SharedStorage : std::conditional_t<kFp8, TransposeStorage, NoStorage<0>>,
                        std::conditional_t<kTokenScales, ScaleStorage, NoStorage<1>>,
-                       std::conditional_t<kConvertsQueries, QueryStorage, NoStorage<2>>,
-                       std::conditional_t<kCopiesHalves, HalvesStorage, NoStorage<3>> {
+                       std::conditional_t<kConvertsQueries, QueryStorage, NoStorage<2>> {
   alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
   Ring<Keys> keys;
   Ring<Values> values;
