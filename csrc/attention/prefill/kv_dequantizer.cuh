@@ -31,6 +31,7 @@ class KvDequantizer {
   __device__ __forceinline__ void run(CompactRingPosition& position, Then then) {
     // The number of tiles is read anew each time: registers are few.
     Rows next = find_rows(0);
+    await_free(position);
     copy(position, addresses_of(next));
     RowScales row_scales = load_scales(next);
     next = find_rows(1);
@@ -42,7 +43,9 @@ class KvDequantizer {
       const bool more = n + 1 < work_tile_.tiles();
       CompactRingPosition after = position;
       after.advance(kStagesOf<What>);
-      if (kCopiesAhead && more) {
+      // If consumers still read it, the tile that they wait for comes first.
+      const bool ahead = more && is_free(after);
+      if (ahead) {
         copy(after, addresses_of(next));
         wait_copies<1>();
       } else {
@@ -52,7 +55,8 @@ class KvDequantizer {
       clear_non_numbers(position, row_scales);
       write_row_scales(position, row_scales);
       hand_over(position);
-      if (!kCopiesAhead && more) {
+      if (more && !ahead) {
+        await_free(after);
         copy(after, addresses_of(next));
       }
       row_scales = load_scales(next);
@@ -68,8 +72,6 @@ class KvDequantizer {
   using Vectors = KvVectors<What>;
   using Vector = uint4;
 
-  // Of two stages, the other one is still read when a tile is converted.
-  static constexpr bool kCopiesAhead = kStagesOf<What> > 2;
   // Vectors of 8-bit elements that a lane has read before it converts one.
   static constexpr int kRead = 4;
   static_assert(!kDequantizes || Vectors::kCount % kRead == 0, "they take turns in registers");
@@ -205,10 +207,18 @@ class KvDequantizer {
                        first_row % 32 + Vectors::row(lane));
   }
 
-  // Asks for copies of a tile's rows to its stage.
+  // Whether, or until, consumers have released a stage.
+  __device__ __forceinline__ bool is_free(const CompactRingPosition& position) const {
+    return __all_sync(0xffffffff, is_complete(&barriers_of<What>(shared_).empty[position.slot],
+                                              position.parity ^ 1));
+  }
+  __device__ __forceinline__ void await_free(const CompactRingPosition& position) const {
+    wait(&barriers_of<What>(shared_).empty[position.slot], position.parity ^ 1);
+  }
+
+  // Asks for copies of a tile's rows to its stage, which is free.
   __device__ __forceinline__ void copy(const CompactRingPosition& position,
                                        const Addresses& addresses) const {
-    wait(&barriers_of<What>(shared_).empty[position.slot], position.parity ^ 1);
     const unsigned lane = opaque(threadIdx.x % 32), of_lane = Vectors::vector(lane) * 16;
     const uint32_t to = shared_address(stage(position)) + Vectors::copied_offset(lane);
 #pragma unroll

@@ -38,6 +38,7 @@ template <class Storage>
 __device__ __forceinline__ void convert_queries(Storage& shared, uint8_t* queries, int buffer,
                                                 int warpgroup) {
   constexpr int kVectors = kDim / 16;  // of a lane
+  constexpr int kHeld = kVectors < 8 ? kVectors : 8;
   const unsigned thread = opaque(threadIdx.x) % kWarpgroup;
   const unsigned row = thread / 2;
   uint8_t* const begin = queries + row * kStripBytes;
@@ -46,14 +47,26 @@ __device__ __forceinline__ void convert_queries(Storage& shared, uint8_t* querie
     const unsigned slot = (2 * i + thread % 2) ^ row % 4 * 2;
     return reinterpret_cast<uint4*>(begin + slot / 8 * kRowStrip + slot % 8 * 16);
   };
+  // As many at once as there are registers for, all of a head dim up to 128: a read takes long while
+  // tensor cores read operands.
+  uint4 held[kHeld];
+  const auto read = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      held[i] = *vector(first + i);
+    }
+  };
   uint32_t magnitudes = 0;
-#pragma unroll 2
-  for (int i = 0; i < kVectors; ++i) {
-    const uint4 words = *vector(i);
-    magnitudes = greater_magnitudes(magnitudes, words.x);
-    magnitudes = greater_magnitudes(magnitudes, words.y);
-    magnitudes = greater_magnitudes(magnitudes, words.z);
-    magnitudes = greater_magnitudes(magnitudes, words.w);
+#pragma unroll
+  for (int first = kVectors - kHeld; first >= 0; first -= kHeld) {
+    read(first);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      magnitudes = greater_magnitudes(magnitudes, held[i].x);
+      magnitudes = greater_magnitudes(magnitudes, held[i].y);
+      magnitudes = greater_magnitudes(magnitudes, held[i].z);
+      magnitudes = greater_magnitudes(magnitudes, held[i].w);
+    }
   }
   uint32_t greatest = max(magnitudes & 0xffff, magnitudes >> 16);
   greatest = max(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
@@ -62,11 +75,17 @@ __device__ __forceinline__ void convert_queries(Storage& shared, uint8_t* querie
     return pack_pair<Type>(__uint_as_float(pair << 16) * factor,
                            __uint_as_float(pair & 0xffff0000) * factor);
   };
-#pragma unroll 2
-  for (int i = 0; i < kVectors; ++i) {
-    uint4* const at = vector(i);
-    const uint4 words = *at;
-    *at = make_uint4(convert(words.x), convert(words.y), convert(words.z), convert(words.w));
+#pragma unroll
+  for (int first = 0; first < kVectors; first += kHeld) {
+    if (first > 0) {  // the first ones have been read last
+      read(first);
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const uint4& words = held[i];
+      *vector(first + i) =
+          make_uint4(convert(words.x), convert(words.y), convert(words.z), convert(words.w));
+    }
   }
   if (thread % 2 == 0) {
     query_unit_of(shared, buffer, warpgroup, row) =

@@ -72,6 +72,10 @@ inline void wait(uint64_t* barrier, uint32_t parity) {
     emulator::yield("nothing");
   }
 }
+inline bool is_complete(uint64_t* barrier, uint32_t parity) {
+  emulator::yield("nothing");
+  return barrier_at(emulator::rank, shared_address(barrier)).phase != parity;
+}
 inline void sync_named(int barrier, int threads) { emulator::sync_at_named(barrier, threads); }
 inline void arrive_named(int barrier, int threads) { emulator::arrive_at_named(barrier, threads); }
 
