@@ -188,9 +188,12 @@ class KvDequantizer {
     Addresses addresses;
 #pragma unroll
     for (int set = 0; set < kRowSets; ++set) {
-      const CacheType* const from =
-          head + rows.page[set] * slots.page_stride + rows.slot[set] * slots.stride;
-      addresses.of[set] = rows.slot[set] < 0 ? 0 : reinterpret_cast<uint64_t>(from);
+      // As numbers without sign: products of such take fewer instructions.
+      const uint32_t page = rows.page[set], slot = rows.slot[set];
+      const uint64_t element = page * static_cast<uint64_t>(slots.page_stride) +
+                               slot * static_cast<uint64_t>(slots.stride);
+      addresses.of[set] =
+          rows.slot[set] < 0 ? 0 : reinterpret_cast<uint64_t>(head) + element * kCacheElement;
     }
     return addresses;
   }
@@ -199,10 +202,10 @@ class KvDequantizer {
     return ring_of<What>(shared_).tiles[position.slot] + warp_ * kWarpRows * kStripBytes;
   }
 
-  // Where this lane's vector i of a tile is; 0 if no query sees it.
+  // Where the row of this lane's vector i of a tile is; 0 if no query sees it.
   __device__ __forceinline__ static uint64_t address_of(const Addresses& addresses, int i,
                                                         unsigned lane) {
-    const unsigned first_row = i * Vectors::kRowsAtOnce;
+    const unsigned first_row = Vectors::first_row(i);
     return __shfl_sync(0xffffffff, addresses.of[first_row / 32],
                        first_row % 32 + Vectors::row(lane));
   }
@@ -219,14 +222,18 @@ class KvDequantizer {
   // Asks for copies of a tile's rows to its stage, which is free.
   __device__ __forceinline__ void copy(const CompactRingPosition& position,
                                        const Addresses& addresses) const {
-    const unsigned lane = opaque(threadIdx.x % 32), of_lane = Vectors::vector(lane) * 16;
-    const uint32_t to = shared_address(stage(position)) + Vectors::copied_offset(lane);
+    const unsigned lane = opaque(threadIdx.x % 32);
+    const uint32_t to = shared_address(stage(position));
 #pragma unroll
-    for (int i = 0; i < Vectors::kCount; ++i) {
-      const uint64_t row = address_of(addresses, i, lane);
-      copy_vector_part_of_group(to + i * Vectors::kRowsAtOnce * kStripBytes,
-                                reinterpret_cast<const CacheType*>(row) + of_lane,
-                                row == 0 ? 0 : 16);
+    for (int first = 0; first < Vectors::kCount; first += Vectors::kParts) {
+      const uint64_t row = address_of(addresses, first, lane);
+      const uint8_t* const from =
+          reinterpret_cast<const uint8_t*>(row) + Vectors::byte_of_lane(lane);
+#pragma unroll
+      for (int i = first; i < first + Vectors::kParts; ++i) {
+        copy_vector_part_of_group(to + Vectors::copied_offset(i, lane), from + Vectors::byte_of(i),
+                                  row == 0 ? 0 : 16);
+      }
     }
     commit_copies();
   }
@@ -235,9 +242,8 @@ class KvDequantizer {
   __device__ __forceinline__ void convert(const CompactRingPosition& position) const {
     uint8_t* const to = stage(position);
     const unsigned lane = opaque(threadIdx.x % 32);
-    const uint8_t* const from = to + Vectors::copied_offset(lane);
     const auto read = [&](int i) {
-      return *reinterpret_cast<const Vector*>(from + i * Vectors::kRowsAtOnce * kStripBytes);
+      return *reinterpret_cast<const Vector*>(to + Vectors::copied_offset(i, lane));
     };
     Vector copied[kRead];
 #pragma unroll
