@@ -18,9 +18,8 @@
 // -DOSTINATO_VALUE_DIM=n    of values and output, a multiple of 16
 // -DOSTINATO_TYPE=__nv_bfloat16|__half|__nv_fp8_e4m3  operands of the MMAs: queries, keys, values
 //                           and weights
-// -DOSTINATO_QUERY=__nv_bfloat16|__half|__nv_fp8_e4m3  of the queries in memory: as the operands,
-// or
-//                           bf16 beside fp16 operands (query_converter.cuh)
+// -DOSTINATO_QUERY=__nv_bfloat16|__half|__nv_fp8_e4m3  queries in memory: as the operands, or bf16
+//                           beside fp16 operands (query_converter.cuh)
 // -DOSTINATO_CACHE=Same|E4m3|Int8   keys and values in memory: as the operands, or of 8 bits with
 //                           scales, which the producer dequantises (kv_dequantizer.cuh)
 // -DOSTINATO_TOKEN_SCALES=0|1       1: 8-bit keys and values have scales for each token and KV head
@@ -63,10 +62,6 @@ inline constexpr Source kSource = Source::OSTINATO_SOURCE;
 
 // Whether TMA copies keys and values.
 inline constexpr bool kCopiesKv = kSource != Source::Slots && !kDequantizes;
-
-// Whether consumers order what threads have written before wgmma. (A fence may wait for all
-// accesses of its thread, and producers have copies in flight.)
-inline constexpr bool kConsumersFence = kDequantizes || kSource == Source::Slots;
 
 inline constexpr int kDim = OSTINATO_HEAD_DIM;
 inline constexpr int kValueDim = OSTINATO_VALUE_DIM;

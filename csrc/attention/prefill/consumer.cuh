@@ -3,8 +3,7 @@
 //
 // The QK MMAs of the next tile and the PV MMAs of the current one are issued together, and the
 // softmax of the next tile overlaps with the PV MMAs. Two warpgroups alternate: one issues MMAs
-// while the other computes softmax.
-// enqueued while another weighs.
+// while the other computes softmax. MMAs of one of three are enqueued while another one weighs.
 #pragma once
 
 #include "consumer_base.cuh"

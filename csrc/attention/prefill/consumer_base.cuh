@@ -91,8 +91,8 @@ class ConsumerBase {
   template <class What>
   __device__ __forceinline__ const uint8_t* await(const RingPosition& position) {
     wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
-    if constexpr (kConsumersFence) {
-      fence_shared_for_tma();  // written by threads, read by wgmma
+    if constexpr (kSource == Source::Slots && !kDequantizes) {
+      fence_shared_for_tma();  // written by cp.async, read by wgmma
     }
     return ring_of<What>(shared_).tiles[position.slot];
   }

@@ -263,6 +263,7 @@ class KvDequantizer {
   }
 
   __device__ __forceinline__ void hand_over(const CompactRingPosition& position) const {
+    fence_shared_for_tma();  // written by threads, read by wgmma
     OSTINATO_DELAY(prefill_dequantize, (std::is_same_v<What, Keys>) && warp_ == 1);
     __syncwarp();
     if (opaque(threadIdx.x) % 32 == 0) {  // found anew: registers are few

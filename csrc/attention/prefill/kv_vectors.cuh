@@ -18,8 +18,8 @@ inline constexpr int kRowSets = ceil_div(kWarpRows, 32);
 template <int kWidth>
 struct VectorsOf {
   static constexpr int kOfRow = kWidth / 16;
-  static constexpr int kParts = kOfRow / 4;                       // of a row: four vectors
-  static constexpr int kRowsAtOnce = 8;                           // by one instruction of a warp
+  static constexpr int kParts = kOfRow / 4;                        // of a row: four vectors
+  static constexpr int kRowsAtOnce = 8;                            // by one instruction of a warp
   static constexpr int kCount = kWarpRows / kRowsAtOnce * kParts;  // of a lane
   static_assert(!kDequantizes || kOfRow == 4 || kOfRow == 8 || kOfRow == 16,
                 "8-bit heads have 64, 128 or 256 elements");
@@ -31,7 +31,9 @@ struct VectorsOf {
   }
   __device__ __forceinline__ static constexpr unsigned row(unsigned lane) { return lane / 4; }
   // Its first byte of the row is i's plus the lane's.
-  __device__ __forceinline__ static constexpr unsigned byte_of(unsigned i) { return i % kParts * 64; }
+  __device__ __forceinline__ static constexpr unsigned byte_of(unsigned i) {
+    return i % kParts * 64;
+  }
   __device__ __forceinline__ static constexpr unsigned byte_of_lane(unsigned lane) {
     return lane % 4 * 16;
   }

@@ -47,8 +47,8 @@ __device__ __forceinline__ void convert_queries(Storage& shared, uint8_t* querie
     const unsigned slot = (2 * i + thread % 2) ^ row % 4 * 2;
     return reinterpret_cast<uint4*>(begin + slot / 8 * kRowStrip + slot % 8 * 16);
   };
-  // As many at once as there are registers for, all of a head dim up to 128: a read takes long while
-  // tensor cores read operands.
+  // As many at once as there are registers for, all of a head dim up to 128: a read takes long
+  // while tensor cores read operands.
   uint4 held[kHeld];
   const auto read = [&](int first) {
 #pragma unroll

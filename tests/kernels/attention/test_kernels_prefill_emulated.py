@@ -90,23 +90,24 @@ def test_bits_are_those_of_dequantised_keys_and_values(
 
 @long_only
 @pytest.mark.parametrize(
-    ("variant", "file", "call"),
+    ("variant", "call", "instead"),
     [
-        (_USUAL, "kv_dequantizer.cuh", "wait(&barriers_of<What>(shared_).empty[position.slot], "),
-        (_WIDE, "kv_dequantizer.cuh", "wait_copies<1>();\n      } else {"),
-        (_OF_TOKENS, "kv_dequantizer.cuh", "wait(scales_empty_of(shared_, position.slot), "),
+        (_USUAL, "wait(&barriers_of<What>(shared_).empty[position.slot], ", ""),
+        (_WIDE, "return __all_sync(0xffffffff, is_complete(", "return true;"),
+        (_WIDE, "wait_copies<1>();\n      } else {", ""),
+        (_OF_TOKENS, "wait(scales_empty_of(shared_, position.slot), ", ""),
     ],
-    ids=["for a stage", "for copies", "for scales"],
+    ids=["for a stage", "for a stage ahead", "for copies", "for scales"],
 )
 def test_a_missing_wait_is_found(
-    sources: Path, tmp_path: Path, variant: AttentionPrefill, file: str, call: str
+    sources: Path, tmp_path: Path, variant: AttentionPrefill, call: str, instead: str
 ) -> None:
     sources = shutil.copytree(sources, tmp_path / "csrc")
-    path = sources / "attention" / "prefill" / file
+    path = sources / "attention" / "prefill" / "kv_dequantizer.cuh"
     text = path.read_text()
     assert text.count(call) == 1
     end = text.index(";", text.index(call)) + 1
-    path.write_text(text[: text.index(call)] + text[end:])
+    path.write_text(text[: text.index(call)] + instead + text[end:])
     done, _ = _run(sources, variant, tmp_path)
     assert done.returncode != 0
 
