@@ -16,7 +16,7 @@ class Softmax : public SoftmaxLogits {
   template <class Find>
   __device__ __forceinline__ bool weigh(float (&scores)[kScores], const TileScales* scales, int key,
                                         bool masked, const Find& find_visible_keys) {
-    const bool shifted = raise_shift(scales);
+    const bool shifted = raise_shift();
     take_logits(scores, scales);
     if (masked) {
       apply_mask(scores, key, find_visible_keys());
@@ -34,6 +34,7 @@ class Softmax : public SoftmaxLogits {
     }
     float sum[2];
     exponentiate(scores, sum);
+    read_value_scales(scales);
     sum_[0] += sum[0];
     sum_[1] += sum[1];
     apply_value_scales(scores, scales);
@@ -47,7 +48,7 @@ class Softmax : public SoftmaxLogits {
   template <class Recompute>
   __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores], const TileScales* scales,
                                                 const Recompute& recompute) {
-    const bool shifted = raise_shift(scales);
+    const bool shifted = raise_shift();
     float sum[2];
     if (kTokenScales && args_.params.softcap <= 0) {
       exponentiate_scaled(scores, *scales, sum);
@@ -55,6 +56,7 @@ class Softmax : public SoftmaxLogits {
       take_logits(scores, scales);
       exponentiate(scores, sum);
     }
+    read_value_scales(scales);
     bool high[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -64,6 +66,7 @@ class Softmax : public SoftmaxLogits {
     const bool raised = __any_sync(0xffffffff, high[0] || high[1]);
     if (raised) {
       lower(scores, scales, sum, high, recompute);
+      read_value_scales(scales);  // again: registers are few meanwhile
     }
     sum_[0] += sum[0];
     sum_[1] += sum[1];

@@ -36,11 +36,11 @@ class SoftmaxLogits {
   // Reads the scales of a tile's keys, if tokens have their own: before their scores are known,
   // since that takes long while tensor cores read operands.
   __device__ __forceinline__ void read_key_scales(const TileScales* scales) {
+    if constexpr (kTokenScales) {
+      greatest_ = fmaxf(scales->greatest[0], scales->greatest[1]);
+    }
     if constexpr (kReadsScalesEarly) {
-#pragma unroll
-      for (int i = 0; i < kScores; i += 8) {
-        key_scales_[i / 8] = scales->key.columns(i / 2);
-      }
+      read_scales(scales->key);
     }
   }
 
@@ -56,13 +56,12 @@ class SoftmaxLogits {
   // scales of values, are as finite in 16 bits as without: the exponent of the greatest of these
   // scales so far, since outputs must be rescaled when it rises. It is the same in all threads.
   static constexpr float kLeastShift = -60, kMostShift = 100;
-  __device__ __forceinline__ bool raise_shift(const TileScales* scales) {
+  __device__ __forceinline__ bool raise_shift() {
     if constexpr (!kTokenScales) {
       return false;
     } else {
-      const float greatest = fmaxf(scales->greatest[0], scales->greatest[1]);
       const float exponent =
-          static_cast<float>(static_cast<int>(__float_as_uint(greatest) >> 23)) - 127.0f;
+          static_cast<float>(static_cast<int>(__float_as_uint(greatest_) >> 23)) - 127.0f;
       const float raised = fmaxf(shift_, fminf(exponent, kMostShift));
       const float rise = raised - shift_;
       shift_ = raised;
@@ -151,12 +150,25 @@ class SoftmaxLogits {
 
   // The scales of the keys of scores i to i + 7, i a multiple of 8.
   __device__ __forceinline__ float4 key_scales(const TileScales& scales, int i) const {
-    return kReadsScalesEarly ? key_scales_[i / 8] : scales.key.columns(i / 2);
+    return kReadsScalesEarly ? scales_[i / 8] : scales.key.columns(i / 2);
   }
   // That of one of them.
   __device__ __forceinline__ static float factor_of(const float4& factors, int i) {
     const float first = i % 2 == 0 ? factors.x : factors.y;
     return i % 8 < 4 ? first : i % 2 == 0 ? factors.z : factors.w;
+  }
+
+  __device__ __forceinline__ void read_scales(const TileFactors& factors) {
+#pragma unroll
+    for (int i = 0; i < kScores; i += 8) {
+      scales_[i / 8] = factors.columns(i / 2);
+    }
+  }
+  // Reads those of a tile's values, once those of its keys have been used.
+  __device__ __forceinline__ void read_value_scales(const TileScales* scales) {
+    if constexpr (kReadsScalesEarly) {
+      read_scales(scales->value);
+    }
   }
 
   // Multiplies a tile's weights by the scales of its values.
@@ -165,7 +177,7 @@ class SoftmaxLogits {
     if constexpr (kTokenScales) {
 #pragma unroll
       for (int i = 0; i < kScores; i += 8) {
-        const float4 factors = scales->value.columns(i / 2);
+        const float4 factors = kReadsScalesEarly ? scales_[i / 8] : scales->value.columns(i / 2);
 #pragma unroll
         for (int j = i; j < i + 8; ++j) {
           scores[j] *= factor_of(factors, j);
@@ -208,10 +220,11 @@ class SoftmaxLogits {
   }
 
   const Arguments& args_;
-  float scale_;                              // of dequantised keys
-  float row_scale_[2];                       // the same with the units of converted queries
-  float4 key_scales_[ceil_div(kScores, 8)];  // of a tile's tokens, if these have their own
-  float shift_;                              // with scales of tokens, of the maxima
+  float scale_;                          // of dequantised keys
+  float row_scale_[2];                   // the same with the units of converted queries
+  float4 scales_[ceil_div(kScores, 8)];  // of a tile's keys, then values
+  float greatest_;                       // of the scales of a tile's values
+  float shift_;                          // with scales of tokens, of the maxima
   float max_[2], sum_[2], fade_[2];
 };
 
