@@ -2,9 +2,9 @@
 // their operands will fill, convert them exactly to 16 bits, and write these as TMA would.
 //
 // The copies of the next tile are asked for before a tile is converted, which hides the latency of
-// memory. A row's 8-bit elements lie in the half of its operands that is written last, and a lane
-// converts what it has copied. Rows that no query of the work tile sees are not read and become 0,
-// so that consumers need not clear them.
+// memory, unless consumers still read the stage that they go to. A row's 8-bit elements lie in the
+// half of its operands that is written last, and a lane converts what it has copied. Rows that no
+// query of the work tile sees are not read and become 0, so that consumers need not clear them.
 #pragma once
 
 #include "attention/common/dequant.cuh"
@@ -43,7 +43,7 @@ class KvDequantizer {
       const bool more = n + 1 < work_tile_.tiles();
       CompactRingPosition after = position;
       after.advance(kStagesOf<What>);
-      // If consumers still read it, the tile that they wait for comes first.
+      // A tile that consumers may wait for does not wait for the stage of the next one.
       const bool ahead = more && is_free(after);
       if (ahead) {
         copy(after, addresses_of(next));

@@ -41,7 +41,7 @@ struct VectorsOf {
   // Offset of one of the two operand vectors of a lane's i-th vector, from the warp's first row.
   __device__ __forceinline__ static constexpr unsigned offset(unsigned i, unsigned half,
                                                               unsigned lane) {
-    const unsigned of_lane = row(lane) * kStripBytes + (2 * (lane % 4) + half ^ row(lane)) * 16;
+    const unsigned of_lane = row(lane) * kStripBytes + ((2 * (lane % 4) + half) ^ row(lane)) * 16;
     return of_lane + i % kParts * kKeyStrip + first_row(i) * kStripBytes;
   }
 
