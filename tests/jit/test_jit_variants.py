@@ -162,13 +162,15 @@ def test_prefill_over_8_bit_keys_is_named_by_their_dtype_and_scales() -> None:
     kernel = AttentionPrefill(dtype="bf16", kv_dtype="e4m3", head_dim=128, keys="slots")
     assert kernel.name == "attention_prefill-bf16-e4m3_kv-d128-slots"
     macros = kernel.defines()
-    assert (macros["OSTINATO_TYPE"], macros["OSTINATO_CACHE"]) == ("__nv_bfloat16", "E4m3")
+    assert (macros["OSTINATO_QUERY"], macros["OSTINATO_CACHE"]) == ("__nv_bfloat16", "E4m3")
+    assert macros["OSTINATO_TYPE"] == "__half"
     assert (macros["OSTINATO_KEYS"], macros["OSTINATO_CONSUMERS"]) == ("128", "2")
     wide = replace(kernel, warpgroups=3)
     assert wide.name == "attention_prefill-bf16-e4m3_kv-d128-slots-w3"
     of_tokens = replace(kernel, kv_dtype="int8", token_scales=True)
     assert of_tokens.name == "attention_prefill-bf16-int8_kv-token_scales-d128-slots"
     assert of_tokens.defines()["OSTINATO_TOKEN_SCALES"] == "1"
+    assert of_tokens.defines()["OSTINATO_TYPE"] == "__half"
     assert AttentionPrefill(**_PREFILL).defines()["OSTINATO_CACHE"] == "Same"
     for variant in (kernel, wide, of_tokens):
         assert AttentionPrefill.from_name(variant.name) == variant

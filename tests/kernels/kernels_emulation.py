@@ -38,7 +38,6 @@ _INSTRUCTIONS = {
         "  halves[i] = __nv_cvt_fp8_to_halfraw(word >> (8 * i) & 0xff, __NV_E4M3).x; }"
         "std::memcpy(&pairs, halves, sizeof(pairs));"
     ),
-    ("attention/prefill/kv_dequantizer.cuh", "load_vector"): "std::memcpy(&words, from, 16);",
     ("common/vector.cuh", "load_constant"): "quad = *address;",
     ("common/quantize_math.cuh", "max_magnitude"): (
         "y = std::isnan(a) || std::isnan(b) ? NAN : std::max(a, std::fabs(b));"
