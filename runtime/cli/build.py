@@ -207,7 +207,7 @@ def _model_kernels(
     from ..models.required_kernels import collective_kernels
     from ..ops.common.device import runs
     from ..ops.linear.gemm_variants import GemmTiled
-    from ..ops.linear.precompile import layer_kernels
+    from ..ops.linear.precompile import gated_kernels, layer_kernels
 
     config = load_config(folder)
     quantization = load_quantization(folder, text_tower=config.text_tower)
@@ -267,7 +267,9 @@ def _model_kernels(
             needed.update(
                 dense_kernels(*head, config.dtype, out_dtype=torch.float32, device=device)
             )
-    if ranks > 1:
+    if ranks == 1:
+        needed.update(gated_kernels(config.activation, needed))
+    else:
         needed.update(collective_kernels(config.dtype, ranks, needed))
     return needed
 

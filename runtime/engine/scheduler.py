@@ -12,7 +12,6 @@ from ..models import OutOfPagesError, PagedKVCache
 from .request import Request
 
 _DEFAULT_CHUNK = 512
-_SHARE_BESIDE_TEXTS = 4  # the part of a step's prompt tokens, as its inverse
 
 
 def checked_chunk(given: int | None, page_size: int) -> int:
@@ -109,16 +108,18 @@ class Scheduler:
     def prefill_chunks(self, max_tokens: int) -> list[PrefillChunk]:
         """Return the next chunk of each unfinished prompt, oldest first, up to `max_tokens`.
 
-        Up to a quarter of it while no fewer texts grow, all of which wait for these chunks in every
-        step; more prompts than texts are sooner done in fewer, longer steps.
+        Up to half of it while no fewer texts grow, which all wait for these chunks in every step,
+        unless it takes all prompts to their end: more prompts than texts, or the last ones, are
+        sooner done in fewer, longer steps.
 
         Where tokens are left all have another turn, and another. The first chunk is returned
         whatever its size.
         """
         chunks: list[PrefillChunk] = []
         waiting = deque((r, r.computed) for r in self.running if not r.prefilled)
-        if 2 * len(waiting) <= len(self.running):
-            max_tokens //= _SHARE_BESIDE_TEXTS
+        left = sum(len(request.prompt) - start for request, start in waiting)
+        if left > max_tokens and 2 * len(waiting) <= len(self.running):
+            max_tokens //= 2
         while waiting:
             request, start = waiting.popleft()
             whole = start - start % self.prefill_chunk + self.prefill_chunk

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 
@@ -19,7 +19,7 @@ from ..ops.common.device import has_kernel
 from ..ops.linear.gemm_variants import GemmTiled
 from ..ops.linear.linear import runs_dense_kernel
 from ..ops.linear.precompile import dense_layer_kernels, layer_kernels
-from ..ops.linear.quantize_cuda import input_kernel
+from ..ops.linear.quantize_cuda import GATED, input_kernel
 from .kinds import Activation, InputKind
 from .norms import Addend, Norm
 
@@ -366,6 +366,47 @@ class W8A8Linear(Linear):
             out_dtype=self.out_dtype,
             batch_invariant=self.batch_invariant,
         )
+
+
+def mlp_after_norm(
+    gate_up: Linear,
+    down: Layer,
+    x: Addend,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    kind: Activation,
+    n_active: torch.Tensor | None = None,
+) -> tuple[Addend, torch.Tensor]:
+    """Add `residual` [M, K] to x [M, K], normalise the sum, apply both layers of an MLP.
+
+    Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
+    """
+    if (
+        isinstance(x, PartialSum)
+        or norm.kind != "rms_norm"
+        or kind not in GATED
+        or not (_quantizes_tokens(gate_up) and _quantizes_tokens(down))
+        or (gate_up.out_dtype, gate_up.batch_invariant) != (down.out_dtype, down.batch_invariant)
+        or gate_up.weight_dtype is not down.weight_dtype
+    ):
+        made, total = gate_up.after_norm(x, residual, norm, n_active)
+        return down.after_activation(made, kind, n_active), total
+    y, *sums = ops.rms_norm_w8a8_mlp(
+        *(x, norm.weight, norm.eps, gate_up.weight, gate_up.weight_scale),
+        *(down.weight, down.weight_scale, kind),
+        residual=residual,
+        gate_up_bias=gate_up.bias,
+        down_bias=down.bias,
+        n_active=n_active,
+        out_dtype=down.out_dtype,
+        batch_invariant=down.batch_invariant,
+    )
+    return y, sums[0] if sums else x
+
+
+def _quantizes_tokens(layer: Layer) -> TypeGuard[W8A8Linear]:
+    """Return whether a layer makes 8-bit rows of its input that have one scale each."""
+    return type(layer) is W8A8Linear and layer.input_scale is None
 
 
 def require_no_bias(bias: torch.Tensor | None) -> None:

@@ -54,7 +54,7 @@ from .embed import embed
 from .linear.activation import activation, activation_quantize, silu_mul, silu_mul_quantize
 from .linear.block_linear import fp8_block_linear
 from .linear.block_scales import channel_scales
-from .linear.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
+from .linear.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear, rms_norm_w8a8_mlp
 from .linear.linear import linear, w8a8_linear
 from .linear.lm_head import Logits, linear_logits, rms_norm_w8a8_logits
 from .linear.norms import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
@@ -135,6 +135,7 @@ __all__ = [
     "rms_norm_quantize_per_group",
     "rms_norm_w8a8_linear",
     "rms_norm_w8a8_logits",
+    "rms_norm_w8a8_mlp",
     "sample",
     "silu_mul",
     "silu_mul_quantize",

@@ -66,6 +66,9 @@ def implementations(capability: Capability, target: Target | None) -> dict[str, 
     found["dynamic_w8a8_linear, one token"] = (
         kernel if FusedLinear.supports(capability) else "quantize, then w8a8_linear"
     )
+    found["rms_norm_w8a8_mlp, one token"] = (
+        kernel if FusedLinear.supports(capability) else "its linear layers, and quantize"
+    )
     found["linear, 16 bits"] = kernel if GemmTiled.supports(capability) else "torch (mm)"
     found["linear, fp32"] = "torch (mm)"
     return found

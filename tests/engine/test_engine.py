@@ -179,7 +179,7 @@ def test_every_step_of_a_prompt_is_timed(most: int, steps: int) -> None:
 
 
 def test_texts_go_on_in_every_step_while_a_long_prompt_comes() -> None:
-    engine = make_engine(prefill_chunk=8, max_prefill_tokens=64)
+    engine = make_engine(prefill_chunk=8, max_prefill_tokens=32)
     growing = engine.submit("abc", SamplingParams(max_tokens=60, ignore_eos=True))
     while not engine.step():
         pass
@@ -190,7 +190,7 @@ def test_texts_go_on_in_every_step_while_a_long_prompt_comes() -> None:
         events = engine.step()
         assert [event.request_id for event in events] == [growing]
         computed.append(engine.stats.prefill_tokens - before)
-    assert computed == [16, 32, 48, 64, 80, 90]
+    assert computed == [16, 32, 48, 64, 90]  # the last step takes what is left
 
 
 def test_more_prompts_than_texts_have_whole_steps() -> None:

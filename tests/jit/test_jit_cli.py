@@ -138,7 +138,7 @@ _OF_LOGITS = {"sample-fp32", "process_logits-fp32", "token_logprobs-fp32"}
     [
         # FP8 results must not depend on the batch, which rules the streaming GEMM out.
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _TILED),
-        (INT8, _TILED | {"gemm_small_m-", "fused_linear-"}),
+        (INT8, _TILED | {"gemm_small_m-", "fused_linear-", "activated_linear-"}),
         (None, _TILED),
     ],
     ids=["fp8", "int8", "plain"],
@@ -209,7 +209,7 @@ def test_build_for_a_model_takes_what_its_options_launch(
     ("arguments", "message"),
     [
         ([], "got no selection, expected --all, --only, --for-model or --dtypes"),
-        (["--only", "gem"], "only: got 'gem', expected append_kv or attention_decode or"),
+        (["--only", "gem"], "only: got 'gem', expected activated_linear or append_kv or"),
         (["--dtypes", "int4"], "invalid choice: 'int4'"),
         (["--all", "--jobs", "0"], "--jobs: got 0, expected at least 1"),
         (["--all", "--tp", "2"], "--tensor-parallel-size, --kv-cache-dtype, --kv-scales go with"),

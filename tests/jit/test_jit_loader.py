@@ -22,7 +22,7 @@ from ostinato.ops.attention.merge_states import MergeStates
 from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.embed import Embed
-from ostinato.ops.linear.fused_cuda import FusedLinear
+from ostinato.ops.linear.fused_cuda import ActivatedLinear, FusedLinear
 from ostinato.ops.linear.gemm_variants import GemmTiled
 from ostinato.ops.linear.quantize_cuda import Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
@@ -163,6 +163,16 @@ class FusedLinearFields(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("x", "residual", "residual_out", "norm_weight")],
         *[("eps", ctypes.c_float), ("w", ctypes.c_void_p), ("w_scale", ctypes.c_void_p)],
         *[("w_scale_stride", ctypes.c_int32), ("bias", ctypes.c_void_p), ("out", ctypes.c_void_p)],
+        *[("maxima", ctypes.c_void_p), ("n_maxima", ctypes.c_int32)],
+        *[(name, ctypes.c_int32) for name in ("n", "k", "pdl")],
+    ]
+
+
+class ActivatedLinearFields(ctypes.Structure):
+    _fields_ = [
+        *[("x", ctypes.c_void_p), ("maxima", ctypes.c_void_p), ("n_maxima", ctypes.c_int32)],
+        *[("w", ctypes.c_void_p), ("w_scale", ctypes.c_void_p), ("w_scale_stride", ctypes.c_int32)],
+        *[("bias", ctypes.c_void_p), ("out", ctypes.c_void_p)],
         *[(name, ctypes.c_int32) for name in ("n", "k", "pdl")],
     ]
 
@@ -250,6 +260,7 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
         (AttentionDecode(dtype="bf16", head_dim=128), PagedDecodeFields),
         (Embed(dtype="bf16"), EmbedFields),
         (FusedLinear(**_FUSED), FusedLinearFields),
+        (ActivatedLinear(out_dtype="bf16"), ActivatedLinearFields),
         (Sample(dtype="fp32"), SampleFields),
         (AttentionPrefill(dtype="bf16", head_dim=128), PrefillFields),
         (MergeStates(dtype="fp16"), MergeStatesFields),

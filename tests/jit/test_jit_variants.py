@@ -18,7 +18,7 @@ from ostinato.ops.attention.merge_states import MergeStates
 from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.embed import Embed
-from ostinato.ops.linear.fused_cuda import FusedLinear
+from ostinato.ops.linear.fused_cuda import ActivatedLinear, FusedLinear
 from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
 from ostinato.ops.linear.quantize_cuda import QUANTIZE_KINDS, Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
@@ -58,6 +58,7 @@ _DEFINITION = re.compile(r"^#define (OSTINATO_[A-Z][A-Z_]*)\b", re.MULTILINE)
     [
         *(Quantize(**_QUANTIZE), GemmSmallM(**_SMALL), GemmTiled(**_TILED), AppendKV(**_APPEND)),
         FusedLinear(**_FUSED),
+        ActivatedLinear(out_dtype="bf16"),
         Embed(dtype="bf16"),
         MergeStates(dtype="bf16"),
         Sample(dtype="bf16"),
@@ -161,13 +162,15 @@ def test_prefill_over_8_bit_keys_is_named_by_their_dtype_and_scales() -> None:
     kernel = AttentionPrefill(dtype="bf16", kv_dtype="e4m3", head_dim=128, keys="slots")
     assert kernel.name == "attention_prefill-bf16-e4m3_kv-d128-slots"
     macros = kernel.defines()
-    assert (macros["OSTINATO_TYPE"], macros["OSTINATO_CACHE"]) == ("__nv_bfloat16", "E4m3")
+    assert (macros["OSTINATO_QUERY"], macros["OSTINATO_CACHE"]) == ("__nv_bfloat16", "E4m3")
+    assert macros["OSTINATO_TYPE"] == "__half"
     assert (macros["OSTINATO_KEYS"], macros["OSTINATO_CONSUMERS"]) == ("128", "2")
     wide = replace(kernel, warpgroups=3)
     assert wide.name == "attention_prefill-bf16-e4m3_kv-d128-slots-w3"
     of_tokens = replace(kernel, kv_dtype="int8", token_scales=True)
     assert of_tokens.name == "attention_prefill-bf16-int8_kv-token_scales-d128-slots"
     assert of_tokens.defines()["OSTINATO_TOKEN_SCALES"] == "1"
+    assert of_tokens.defines()["OSTINATO_TYPE"] == "__half"
     assert AttentionPrefill(**_PREFILL).defines()["OSTINATO_CACHE"] == "Same"
     for variant in (kernel, wide, of_tokens):
         assert AttentionPrefill.from_name(variant.name) == variant
@@ -199,6 +202,12 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (FusedLinear, _FUSED, {"out_dtype": "int8"}, "out_dtype: got 'int8', expected 'bf16' or"),
         (FusedLinear, _FUSED, {"max_k": 2048}, "max_k: got 2048, expected 4096 or 8192"),
         (FusedLinear, _FUSED, {"weight_dtype": "fp16"}, "weight_dtype: got 'fp16', expected"),
+        (FusedLinear, _FUSED, {"activation": "silu"}, "activation: got 'silu', expected '' or"),
+        (
+            *(FusedLinear, _FUSED, {"activation": "silu_mul", "out_dtype": "fp32"}),
+            "activation: got 'silu_mul', expected ''",
+        ),
+        (ActivatedLinear, {"out_dtype": "bf16"}, {"out_dtype": "int8"}, "out_dtype: got 'int8'"),
         (Embed, {"dtype": "bf16"}, {"dtype": "e4m3"}, "dtype: got 'e4m3', expected 'bf16' or"),
         (MergeStates, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16'"),
         (Sample, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
@@ -339,12 +348,12 @@ def test_every_listed_variant_is_selected_by_its_name(variant: Variant) -> None:
     ],
 )
 def test_select_refuses_names_that_no_kernel_has(name: str) -> None:
-    with pytest.raises(ValueError, match=f"only: got '{name}', expected append_kv or"):
+    with pytest.raises(ValueError, match=f"only: got '{name}', expected activated_linear or"):
         select(CATALOGUE, only=[name])
 
 
 def test_select_refuses_unknown_names() -> None:
-    with pytest.raises(ValueError, match="only: got 'gem', expected append_kv or attention_dec"):
+    with pytest.raises(ValueError, match="only: got 'gem', expected activated_linear or append_kv"):
         select(CATALOGUE, only=["gem"])
     with pytest.raises(ValueError, match="dtypes: got 'int4', expected int8 or e4m3 or bf16"):
         select(CATALOGUE, dtypes=["int4"])

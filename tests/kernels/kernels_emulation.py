@@ -19,7 +19,7 @@ from ostinato.jit.sources import CSRC
 from ostinato.jit.toolchain import require_nvcc
 
 _EMULATION = Path(__file__).with_name("emulation")
-# Instructions among C++: of a file and a function, what the host does instead.
+# Instructions among C++: of a file and a function, what the host does instead of each.
 _INSTRUCTIONS = {
     ("attention/decode/cluster_ops.cuh", "arrive_in_cluster"): "emulator::arrive_in_cluster();",
     ("attention/decode/cluster_ops.cuh", "wait_for_cluster"): "emulator::wait_for_cluster();",
@@ -38,17 +38,21 @@ _INSTRUCTIONS = {
         "  halves[i] = __nv_cvt_fp8_to_halfraw(word >> (8 * i) & 0xff, __NV_E4M3).x; }"
         "std::memcpy(&pairs, halves, sizeof(pairs));"
     ),
-    ("attention/prefill/kv_dequantizer.cuh", "load_vector"): "std::memcpy(&words, from, 16);",
     ("common/vector.cuh", "load_constant"): "quad = *address;",
     ("common/quantize_math.cuh", "max_magnitude"): (
-        "y = a != a || b != b ? std::numeric_limits<float>::quiet_NaN()"
-        " : std::max(a, std::fabs(b));"
+        "y = std::isnan(a) || std::isnan(b) ? NAN : std::max(a, std::fabs(b));"
     ),
-    # The first of two instructions; the other is out of reach.
     ("common/quantize_math.cuh", "clamp"): (
-        "return x != x ? x : std::min(std::max(x, low), high);"
+        "y = std::isnan(x) ? x : std::max(x, low);",
+        "y = std::isnan(y) ? y : std::min(y, high);",
     ),
     ("common/quantize_math.cuh", "approximate_inverse_of"): "z = 1.0f / d;",
+    ("gemm_w8a8/quantize/silu_math.cuh", "one_and_exp"): "power = std::exp2(part);",
+    ("gemm_w8a8/quantize/activation_math.cuh", "relu"): (
+        "y = std::isnan(x) ? x : std::max(x, 0.0f);"
+    ),
+    ("gemm_w8a8/quantize/stages.cuh", "Row"): "",
+    ("gemm_w8a8/quantize/stages.cuh", "discard_line"): "",
     ("gemm_w8a8/moe/quantizing_producer.cuh", "wait_until_copied"): "",
     ("common/registers.cuh", "give_up_registers"): "",
     ("common/registers.cuh", "take_registers"): "",
@@ -56,10 +60,12 @@ _INSTRUCTIONS = {
 _KERNELS = (
     "attention/decode/decode_sm90.cu",
     "attention/prefill/prefill_sm90.cu",
+    "gemm_w8a8/fused/activated_linear_sm90.cu",
+    "gemm_w8a8/fused/fused_linear_sm90.cu",
     "gemm_w8a8/moe/moe_linear_sm90.cu",
     "moe_route/moe_route.cu",
 )
-_SHARED = "extern __shared__ __align__(1024) uint8_t storage[];"
+_SHARED = r"extern __shared__ (__align__\(1024\) )?uint8_t storage\[\];"
 _FLAGS = (
     "-std=c++20",
     "-O2",
@@ -77,12 +83,14 @@ def emulated_sources(folder: Path) -> Path:
     shutil.copytree(CSRC, folder)
     for (name, function), code in _INSTRUCTIONS.items():
         path = folder / name
-        path.write_text(_without_instruction(path.read_text(), function, code))
+        for each in (code,) if isinstance(code, str) else code:
+            path.write_text(_without_instruction(path.read_text(), function, each))
     here = "uint8_t* const storage = reinterpret_cast<uint8_t*>(emulator::shared);"
     for name in _KERNELS:
         text = (folder / name).read_text()
-        assert _SHARED in text
-        (folder / name).write_text(text.replace(_SHARED, here))
+        text, places = re.subn(_SHARED, here, text)
+        assert places
+        (folder / name).write_text(text)
     shutil.copytree(_EMULATION, folder, dirs_exist_ok=True)
     return folder
 
@@ -113,7 +121,7 @@ def _run_nvcc(sources: Path, *arguments: str | Path) -> None:
 
 
 def _without_instruction(text: str, function: str, code: str) -> str:
-    """Put code in the place of the one `asm` of a function."""
+    """Put code in the place of the first `asm` of a function."""
     begin = text.index(f" {function}(")
     begin += re.search(r"asm( volatile)?\(", text[begin:]).start()
     end = text.index(");\n", begin) + len(");")

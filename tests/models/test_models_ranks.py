@@ -155,7 +155,9 @@ def test_a_ranks_layers_and_kernels_are_of_its_share(precision: str) -> None:
             (use.name, use.linear.shape) for use in expected
         ]
         assert [use.experts.shape for use in rank.experts()] == [(256, 256), (256, 128)]
-        assert set(half.kernels()) <= set(rank.kernels())
+        # Ranks that add up results before a norm take no MLP as one.
+        alone = {kernel for kernel in half.kernels() if not getattr(kernel, "activation", "")}
+        assert alone <= set(rank.kernels())
         assert rank.config.vocab_size == 64
         assert rank.embedding.shape == (32, 256)
 

@@ -18,9 +18,9 @@ from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.collective.collective_cuda import Collective
 from ostinato.ops.embed import Embed
 from ostinato.ops.linear import tile_table
-from ostinato.ops.linear.fused_cuda import FusedLinear
+from ostinato.ops.linear.fused_cuda import ActivatedLinear, FusedLinear
 from ostinato.ops.linear.gemm_variants import BLOCK_E4M3, DTYPES_16_BIT, out_dtypes, sharing
-from ostinato.ops.linear.quantize_cuda import ACTIVATIONS, GROUP, NORMS, Quantize
+from ostinato.ops.linear.quantize_cuda import ACTIVATIONS, GATED, GROUP, NORMS, Quantize
 from ostinato.ops.sampling.process_logits import ProcessLogits
 from ostinato.ops.sampling.sample_cuda import Sample
 from ostinato.ops.sampling.softcap import Softcap
@@ -58,7 +58,7 @@ ROW_KERNELS = (
 
 # Families all of whose listed variants the tests launch.
 _ALL_OF = (
-    *(Embed, AppendKV, MergeStates, FusedLinear, Quantize, Collective),
+    *(Embed, AppendKV, MergeStates, FusedLinear, ActivatedLinear, Quantize, Collective),
     *(Sample, Softcap, ProcessLogits, TokenLogprobsKernel),
 )
 
@@ -78,6 +78,7 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
         if normed or (isinstance(variant, FusedLinear) and variant.kind == "rms_norm"):
             yield replace(variant, weight_dtype="fp32")
     yield from _unlisted_rows()
+    yield from _unlisted_gates()
     yield from _attention()
     yield from dense_products(sms)
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES):
@@ -110,6 +111,20 @@ def _unlisted_rows() -> Iterator[Variant]:
     for kind, out_dtype in product(("layer_norm", *ROW_FUNCTIONS), OPERAND_DTYPES):
         yield Quantize(kind=kind, in_dtype="fp32", out_dtype=out_dtype)
     yield Quantize(kind="layer_norm", in_dtype="fp32", out_dtype="e4m3", group=GROUP)
+
+
+def _unlisted_gates() -> Iterator[Variant]:
+    """Yield the layers of gates and ups that the catalogue does not list."""
+    wide = (("gelu_tanh_mul", "fp32"), ("silu_mul", "fp32"))
+    for kind, weight in (*product(GATED, ("bf16",)), *wide):
+        yield FusedLinear(
+            kind="rms_norm",
+            in_dtype="bf16",
+            out_dtype="bf16",
+            max_k=4096,
+            weight_dtype=weight,
+            activation=kind,
+        )
 
 
 def block_kernels(sms: int) -> Iterator[Variant]:

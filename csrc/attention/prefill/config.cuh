@@ -18,6 +18,8 @@
 // -DOSTINATO_VALUE_DIM=n    of values and output, a multiple of 16
 // -DOSTINATO_TYPE=__nv_bfloat16|__half|__nv_fp8_e4m3  operands of the MMAs: queries, keys, values
 //                           and weights
+// -DOSTINATO_QUERY=__nv_bfloat16|__half|__nv_fp8_e4m3  queries in memory: as the operands, or bf16
+//                           beside fp16 operands (query_converter.cuh)
 // -DOSTINATO_CACHE=Same|E4m3|Int8   keys and values in memory: as the operands, or of 8 bits with
 //                           scales, which the producer dequantises (kv_dequantizer.cuh)
 // -DOSTINATO_TOKEN_SCALES=0|1       1: 8-bit keys and values have scales for each token and KV head
@@ -32,6 +34,7 @@
 namespace ostinato::prefill {
 
 using Type = OSTINATO_TYPE;
+using QueryType = OSTINATO_QUERY;
 using OutType = OSTINATO_OUT;
 inline constexpr int kElement = sizeof(Type);
 inline constexpr bool kFp8 = OSTINATO_BYTES != 0;
@@ -49,6 +52,10 @@ inline constexpr int kCacheElement = sizeof(CacheType);
 inline constexpr bool kDequantizes = !std::is_same_v<CacheType, Type>;
 inline constexpr bool kTokenScales = OSTINATO_TOKEN_SCALES != 0;
 static_assert(!kTokenScales || kDequantizes, "16-bit keys and values have no scales");
+inline constexpr bool kConvertsQueries = !std::is_same_v<QueryType, Type>;
+static_assert(!kConvertsQueries || (kDequantizes && std::is_same_v<QueryType, __nv_bfloat16> &&
+                                    std::is_same_v<Type, __half>),
+              "only dequantised keys and values differ from the queries");
 
 enum class Source { Packed, Pages, Slots };
 inline constexpr Source kSource = Source::OSTINATO_SOURCE;
@@ -100,12 +107,10 @@ inline constexpr int kCounterBytes = kPromotesToGmem ? 256 : 8;
 inline constexpr int kPromotionBytes = kPromotesToGmem ? kOutputs * 4 * kConsumerThreads : 0;
 
 // With three consumer warpgroups and head dims up to 64, consumers can give up registers to warps
-// that copy pages. Warps that dequantise hold a tile of keys and one of values.
+// that copy pages.
 struct Registers {
-  static constexpr RegisterSplit kDequantizing = kConsumers == 3 ? RegisterSplit{56, 152}
-                                                 : kDim > 128 || kTokenScales
-                                                     ? RegisterSplit{72, 216}
-                                                     : RegisterSplit{104, 200};
+  static constexpr RegisterSplit kDequantizing =
+      kConsumers == 3 ? RegisterSplit{56, 152} : RegisterSplit{56, 224};
   static constexpr bool kSpares =
       kSource == Source::Pages && kConsumers == 3 && kOutputs <= 32 && !kDebugPrint;
   static constexpr RegisterSplit kSplit = kSpares ? RegisterSplit{56, 152}
@@ -114,8 +119,6 @@ struct Registers {
                                               : RegisterTable<kConsumers, kDebugPrint>::kSplit;
 };
 static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
-// Vectors of 16 bytes that a thread which dequantises holds ahead of use.
-inline constexpr int kMostHeld = kDim > 128 ? 4 : Registers::kDequantizing.producer == 104 ? 16 : 8;
 static_assert(kScores + kKeySteps * 4 + kOutputs +
                       (kFp8 ? (kPromotesToGmem ? 0 : kOutputs) + 20 : 32) <=
                   Registers::kSplit.consumer,
@@ -163,10 +166,13 @@ inline constexpr int kTableBytes = kMaxBatch * 24 + 2048;
 // ended (consumer.cuh). The output reuses the buffer of its work tile's queries, unless there is
 // only one such buffer and room for both, or the output is larger. (With 8-bit queries and head dim
 // 256 the output is larger and fits nowhere else: it is written in two passes.)
-inline constexpr int kScaleStages = 4;  // tiles whose tokens' scales are in shared memory
+// Scales of tokens have as many stages as keys.
+inline constexpr int kMostScaleStages = kDim > 64 ? 4 : 8;
 inline constexpr int kScaleBytes =
-    kTokenScales ? round_up(kScaleStages * kKeys * 3 * static_cast<int>(sizeof(float)) + 256, 1024)
-                 : 0;
+    kTokenScales
+        ? round_up(kMostScaleStages * (kKeys + 18) * 2 * static_cast<int>(sizeof(float)) + 256,
+                   1024)
+        : 0;
 inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes - kScaleBytes;
 inline constexpr int kLeastRing = 2 * kStageBytes;
 inline constexpr int kPasses = kFp8 && kValueDim == 256 ? 2 : 1;
@@ -193,6 +199,7 @@ inline constexpr bool kSpareIsKeys =
 inline constexpr bool kSparesBoth = kPromotesToGmem && kRoomLeft >= kValueBytes + kKeyBytes;
 inline constexpr int kKeyStages = kStages + (kSpareIsKeys || kSparesBoth ? 1 : 0);
 inline constexpr int kValueStages = kStages + (kHasSpareTile && !kSpareIsKeys ? 1 : 0);
+static_assert(!kTokenScales || kKeyStages <= kMostScaleStages, "scales have room");
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kKeyStages,
               "keys that a warpgroup leaves out all come before its first product");

@@ -106,10 +106,15 @@ class ConsumerBase {
     position.advance(kStagesOf<What>);
   }
 
-  // The scales of the tokens of a tile of keys that has been waited for; null if tokens have none.
-  __device__ __forceinline__ const TileScales* scales() const {
+  // The stage of the keys that have been released last.
+  __device__ __forceinline__ int scale_slot() const {
+    return keys_.slot == 0 ? kKeyStages - 1 : keys_.slot - 1;
+  }
+  // The scales of the tokens of that tile, or of another stage; null if tokens have none.
+  __device__ __forceinline__ const TileScales* scales() const { return scales(scale_slot()); }
+  __device__ __forceinline__ const TileScales* scales(int slot) const {
     if constexpr (kTokenScales) {
-      return &tile_scales_of(shared_, scales_.slot);
+      return &tile_scales_of(shared_, slot);
     } else {
       return nullptr;
     }
@@ -119,10 +124,9 @@ class ConsumerBase {
     if constexpr (kTokenScales) {
       OSTINATO_DELAY(prefill_scales_release, warpgroup_ == 0);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        arrive(scales_empty_of(shared_, scales_.slot));
+      if (opaque(threadIdx.x) % 32 == 0) {  // found anew: registers are few
+        arrive(scales_empty_of(shared_, scale_slot()));
       }
-      scales_.advance(kScaleStages);
     }
   }
 
@@ -203,11 +207,12 @@ class ConsumerBase {
   }
 
   // The query of one of the thread's rows, or null.
-  __device__ __forceinline__ const Type* find_query(const WorkTile& work_tile, int half) const {
+  __device__ __forceinline__ const QueryType* find_query(const WorkTile& work_tile,
+                                                         int half) const {
     const Params& p = args_.params;
     const RowOf row(args_, warpgroup_, row_of_thread(half));
     return row.query < work_tile.queries
-               ? static_cast<const Type*>(p.q.data) +
+               ? static_cast<const QueryType*>(p.q.data) +
                      int64_t{work_tile.first_row + row.query} * p.q.stride +
                      int64_t{work_tile.first_head + row.head} * p.q.head_stride
                : nullptr;
@@ -246,7 +251,6 @@ class ConsumerBase {
   Softmax softmax_;
   Epilogue epilogue_;
   RingPosition keys_, values_, queries_;
-  ScalePosition scales_;
   Outline outline_;
 };
 

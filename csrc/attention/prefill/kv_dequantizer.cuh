@@ -1,27 +1,20 @@
-// The KV dequantiser: producer warps that read 8-bit keys or values from global memory, convert
-// them exactly to 16-bit operands, and write these as TMA would.
+// The KV dequantiser: producer warps that copy 8-bit keys or values into the stage of the ring that
+// their operands will fill, convert them exactly to 16 bits, and write these as TMA would.
 //
-// A lane holds vectors of the next tile in registers: each is loaded when its register becomes
-// free, about a tile before its use, which hides the latency of memory. Rows that no query of the
-// work tile sees are not read and become 0, so that consumers need not clear them.
+// The copies of the next tile are asked for before a tile is converted, which hides the latency of
+// memory, unless consumers still read the stage that they go to. A row's 8-bit elements lie in the
+// half of its operands that is written last, and a lane converts what it has copied. Rows that no
+// query of the work tile sees are not read and become 0, so that consumers need not clear them.
 #pragma once
 
 #include "attention/common/dequant.cuh"
+#include "common/async_copy.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
 #include "kv_vectors.cuh"
 #include "token_scales.cuh"
 
 namespace ostinato::prefill {
-
-// Reads 16 bytes past the L1: other SMs may read them again, this one does not.
-__device__ __forceinline__ uint4 load_vector(const void* from) {
-  uint4 words;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(from));
-  return words;
-}
 
 // Of `What`, keys or values, of one work tile. Its functions are called by a warp.
 template <class What>
@@ -32,36 +25,45 @@ class KvDequantizer {
                            int warp)
       : shared_(shared), args_(args), work_tile_(work_tile), warp_(warp) {}
 
-  // Fills the ring with the work tile's tiles, and the ring of scales if tokens have their own.
-  // Calls `then` before tile `due`, or after the last one.
+  // Fills the ring with the work tile's tiles, and scales if tokens have their own.
+  // Calls `then` when the next work tile should be found.
   template <class Then>
-  __device__ __forceinline__ void run(CompactRingPosition& position, CompactRingPosition& scales,
-                                      int due, Then then) {
+  __device__ __forceinline__ void run(CompactRingPosition& position, Then then) {
     // The number of tiles is read anew each time: registers are few.
-    Vector held[Vectors::kHeld];
-    Rows rows = find_rows(0);
-    load_first(rows, held);
-    RowScales row_scales = load_scales(rows);
-    Rows next = find_rows(1);
+    Rows next = find_rows(0);
+    await_free(position);
+    copy(position, addresses_of(next));
+    RowScales row_scales = load_scales(next);
+    next = find_rows(1);
 #pragma unroll 1
     for (int n = 0; n < work_tile_.tiles(); ++n) {
-      if (n == due) {
+      if (n == tile_of_next()) {
         then();
-        load_first(find_rows(n), held);  // again, since registers have no room for both
       }
-      write_row_scales(scales, row_scales);
-      fill(position, rows, row_scales, held);
-      if constexpr (kSource == Source::Packed) {
-        rows = find_rows(n + 1);
-        load_first(rows, held);
+      const bool more = n + 1 < work_tile_.tiles();
+      CompactRingPosition after = position;
+      after.advance(kStagesOf<What>);
+      // A tile that consumers may wait for does not wait for the stage of the next one.
+      const bool ahead = more && is_free(after);
+      if (ahead) {
+        copy(after, addresses_of(next));
+        wait_copies<1>();
       } else {
-        rows = next;
-        load_first(rows, held);
-        next = find_rows(n + 2);  // page ids are read a tile ahead
+        wait_copies<0>();
       }
-      row_scales = load_scales(rows);
+      convert(position);
+      clear_non_numbers(position, row_scales);
+      write_row_scales(position, row_scales);
+      hand_over(position);
+      if (more && !ahead) {
+        await_free(after);
+        copy(after, addresses_of(next));
+      }
+      row_scales = load_scales(next);
+      next = find_rows(n + 2);  // page ids are read a tile ahead
+      position = after;
     }
-    if (work_tile_.tiles() <= due) {
+    if (work_tile_.tiles() <= tile_of_next()) {
       then();
     }
   }
@@ -69,6 +71,17 @@ class KvDequantizer {
  private:
   using Vectors = KvVectors<What>;
   using Vector = uint4;
+
+  // Vectors of 8-bit elements that a lane has read before it converts one.
+  static constexpr int kRead = 4;
+  static_assert(!kDequantizes || Vectors::kCount % kRead == 0, "they take turns in registers");
+
+  // The tile before which the next work tile is found (the number of tiles: after the last). The
+  // ring is full then, so that consumers do not wait for it.
+  static constexpr int kFindingTiles = 6, kLeastTiles = 2;
+  __device__ __forceinline__ int tile_of_next() const {
+    return max(work_tile_.tiles() - kFindingTiles, kLeastTiles);
+  }
 
   // This lane's rows of a tile: of each 32 one.
   struct Rows {
@@ -100,24 +113,30 @@ class KvDequantizer {
   }
 
   // Called before fill() hands over the keys of the tile, and with them the scales.
-  __device__ __forceinline__ void write_row_scales(CompactRingPosition& position,
+  __device__ __forceinline__ void write_row_scales(const CompactRingPosition& position,
                                                    const RowScales& row_scales) const {
     if constexpr (kTokenScales && std::is_same_v<What, Keys>) {
       wait(scales_empty_of(shared_, position.slot), position.parity ^ 1);
+      TileScales& scales = tile_scales_of(shared_, position.slot);
+      float greatest = 0;
 #pragma unroll
       for (int set = 0; set < kRowSets; ++set) {
-        write_scales(tile_scales_of(shared_, position.slot), args_,
-                     warp_ * kWarpRows + set * 32 + threadIdx.x % 32, row_scales.key[set],
-                     row_scales.value[set]);
+        const int row = warp_ * kWarpRows + set * 32 + threadIdx.x % 32;
+        greatest = fmaxf(
+            greatest, write_scales(scales, args_, row, row_scales.key[set], row_scales.value[set]));
       }
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) {
+        greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, lanes));
+      }
+      scales.greatest[warp_] = greatest;  // by all lanes
       OSTINATO_DELAY(prefill_scales, warp_ == 1);
-      position.advance(kScaleStages);
     }
   }
 
-  // Values with a scale that is no number become NaN, in the stage that begins at `to`.
-  __device__ __forceinline__ static void clear_non_numbers(uint8_t* to,
-                                                           const RowScales& row_scales) {
+  // Values with a scale that is no number become NaN, in their stage.
+  __device__ __forceinline__ void clear_non_numbers(const CompactRingPosition& position,
+                                                    const RowScales& row_scales) const {
     if constexpr (kTokenScales && std::is_same_v<What, Values>) {
       constexpr uint32_t kNaNs = 0x7fff7fff;
       const int lane = threadIdx.x % 32;
@@ -127,7 +146,7 @@ class KvDequantizer {
         for (; rows != 0; rows &= rows - 1) {
           if (lane < kValueDim / 8) {
             const int row = set * 32 + __ffs(static_cast<int>(rows)) - 1;
-            *reinterpret_cast<uint4*>(to + lane / 8 * kKeyStrip + row * kStripBytes +
+            *reinterpret_cast<uint4*>(stage(position) + lane / 8 * kKeyStrip + row * kStripBytes +
                                       lane % 8 * 16) = make_uint4(kNaNs, kNaNs, kNaNs, kNaNs);
           }
         }
@@ -169,67 +188,87 @@ class KvDequantizer {
     Addresses addresses;
 #pragma unroll
     for (int set = 0; set < kRowSets; ++set) {
-      const CacheType* const from =
-          head + rows.page[set] * slots.page_stride + rows.slot[set] * slots.stride;
-      addresses.of[set] = rows.slot[set] < 0 ? 0 : reinterpret_cast<uint64_t>(from);
+      // As numbers without sign: products of such take fewer instructions.
+      const uint32_t page = rows.page[set], slot = rows.slot[set];
+      const uint64_t element = page * static_cast<uint64_t>(slots.page_stride) +
+                               slot * static_cast<uint64_t>(slots.stride);
+      addresses.of[set] =
+          rows.slot[set] < 0 ? 0 : reinterpret_cast<uint64_t>(head) + element * kCacheElement;
     }
     return addresses;
   }
 
-  // Loads this lane's vector i of a tile.
-  __device__ __forceinline__ static Vector load(const Addresses& addresses, int i, int lane) {
-    const int first_row = i * Vectors::kRowsAtOnce;
-    const uint64_t from =
-        __shfl_sync(0xffffffff, addresses.of[first_row / 32], first_row % 32 + Vectors::row(lane));
-    Vector words = make_uint4(0, 0, 0, 0);
-    if (from != 0) {
-      words = load_vector(reinterpret_cast<const CacheType*>(from) + Vectors::vector(lane) * 16);
-    }
-    return words;
+  __device__ __forceinline__ uint8_t* stage(const CompactRingPosition& position) const {
+    return ring_of<What>(shared_).tiles[position.slot] + warp_ * kWarpRows * kStripBytes;
   }
 
-  // Loads the first vectors of a tile.
-  __device__ __forceinline__ void load_first(const Rows& rows,
-                                             Vector (&held)[Vectors::kHeld]) const {
-    const Addresses addresses = addresses_of(rows);
-    // Registers have no room for what follows from the lane where conversion to fp16 leaves more
-    // vectors in flight; with bf16 they have none for finding it anew.
-    const int known = static_cast<int>(threadIdx.x) % 32;
-    const int lane = kTokenScales || std::is_same_v<Type, __half> ? opaque(known) : known;
+  // Where the row of this lane's vector i of a tile is; 0 if no query sees it.
+  __device__ __forceinline__ static uint64_t address_of(const Addresses& addresses, int i,
+                                                        unsigned lane) {
+    const unsigned first_row = Vectors::first_row(i);
+    return __shfl_sync(0xffffffff, addresses.of[first_row / 32],
+                       first_row % 32 + Vectors::row(lane));
+  }
+
+  // Whether, or until, consumers have released a stage.
+  __device__ __forceinline__ bool is_free(const CompactRingPosition& position) const {
+    return __all_sync(0xffffffff, is_complete(&barriers_of<What>(shared_).empty[position.slot],
+                                              position.parity ^ 1));
+  }
+  __device__ __forceinline__ void await_free(const CompactRingPosition& position) const {
+    wait(&barriers_of<What>(shared_).empty[position.slot], position.parity ^ 1);
+  }
+
+  // Asks for copies of a tile's rows to its stage, which is free.
+  __device__ __forceinline__ void copy(const CompactRingPosition& position,
+                                       const Addresses& addresses) const {
+    const unsigned lane = opaque(threadIdx.x % 32);
+    const uint32_t to = shared_address(stage(position));
 #pragma unroll
-    for (int i = 0; i < Vectors::kHeld; ++i) {
-      held[i] = load(addresses, i, lane);
+    for (int first = 0; first < Vectors::kCount; first += Vectors::kParts) {
+      const uint64_t row = address_of(addresses, first, lane);
+      const uint8_t* const from =
+          reinterpret_cast<const uint8_t*>(row) + Vectors::byte_of_lane(lane);
+#pragma unroll
+      for (int i = first; i < first + Vectors::kParts; ++i) {
+        copy_vector_part_of_group(to + Vectors::copied_offset(i, lane), from + Vectors::byte_of(i),
+                                  row == 0 ? 0 : 16);
+      }
     }
+    commit_copies();
   }
 
-  // Fills a stage of the ring with a tile, whose first vectors are held.
-  __device__ __forceinline__ void fill(CompactRingPosition& position, const Rows& rows,
-                                       const RowScales& row_scales,
-                                       Vector (&held)[Vectors::kHeld]) const {
-    RingBarriers<What>& barriers = barriers_of<What>(shared_);
-    const Addresses addresses = addresses_of(rows);
-    wait(&barriers.empty[position.slot], position.parity ^ 1);
-    uint8_t* const to =
-        ring_of<What>(shared_).tiles[position.slot] + warp_ * kWarpRows * kStripBytes;
-    const int lane = opaque(threadIdx.x % 32);
+  // Converts a tile that has been copied to its stage.
+  __device__ __forceinline__ void convert(const CompactRingPosition& position) const {
+    uint8_t* const to = stage(position);
+    const unsigned lane = opaque(threadIdx.x % 32);
+    const auto read = [&](int i) {
+      return *reinterpret_cast<const Vector*>(to + Vectors::copied_offset(i, lane));
+    };
+    Vector copied[kRead];
+#pragma unroll
+    for (int i = 0; i < kRead; ++i) {
+      copied[i] = read(i);
+    }
 #pragma unroll
     for (int i = 0; i < Vectors::kCount; ++i) {
-      Vector& vector = held[i % Vectors::kHeld];
+      __syncwarp();  // all lanes have read the rows that this overwrites
+      const Vector vector = copied[i % kRead];
       store(to + Vectors::offset(i, 0, lane), vector.x, vector.y);
       store(to + Vectors::offset(i, 1, lane), vector.z, vector.w);
-      if (i + Vectors::kHeld < Vectors::kCount) {
-        vector = load(addresses, i + Vectors::kHeld, lane);
+      if (i + kRead < Vectors::kCount) {
+        copied[i % kRead] = read(i + kRead);
       }
-      __syncwarp();  // more at a time would need registers
     }
-    clear_non_numbers(to, row_scales);
+  }
+
+  __device__ __forceinline__ void hand_over(const CompactRingPosition& position) const {
     fence_shared_for_tma();  // written by threads, read by wgmma
     OSTINATO_DELAY(prefill_dequantize, (std::is_same_v<What, Keys>) && warp_ == 1);
     __syncwarp();
-    if (lane == 0) {
-      arrive(&barriers.full[position.slot]);
+    if (opaque(threadIdx.x) % 32 == 0) {  // found anew: registers are few
+      arrive(&barriers_of<What>(shared_).full[position.slot]);
     }
-    position.advance(kStagesOf<What>);
   }
 
   // Writes eight elements as operands.

@@ -8,11 +8,42 @@
 #pragma once
 
 #include "common/e4m3.cuh"
-#include "kv_address.cuh"
 #include "score_fragment.cuh"
 #include "token_scales.cuh"
 
 namespace ostinato::prefill {
+
+// Page and slot of a key and its value in global memory, for code that reads them without TMA.
+struct KvAddress {
+  int64_t page, slot;
+
+  __device__ __forceinline__ KvAddress(const Arguments& args, const WorkTile& work_tile, int key) {
+    if constexpr (kSource == Source::Packed) {
+      page = 0;
+      slot = work_tile.first_key + key;
+    } else {
+      const Params& p = args.params;
+      const int index = args.page_of(key);
+      page = p.page_table[work_tile.first_key * p.page_table_stride + index];
+      slot = key - index * p.page_size;
+    }
+  }
+
+  __device__ __forceinline__ const CacheType* key(const Params& p,
+                                                  const WorkTile& work_tile) const {
+    return static_cast<const CacheType*>(p.k.data) + page * p.k.page_stride + slot * p.k.stride +
+           work_tile.kv_head * p.k.head_stride;
+  }
+  __device__ __forceinline__ const CacheType* value(const Params& p,
+                                                    const WorkTile& work_tile) const {
+    return static_cast<const CacheType*>(p.v.data) + page * p.v.page_stride + slot * p.v.stride +
+           work_tile.kv_head * p.v.head_stride;
+  }
+  // The scale of a token, of keys or values.
+  __device__ __forceinline__ float scale(const Slots& scales, const WorkTile& work_tile) const {
+    return read_token_scale(scales, page, slot, work_tile.kv_head);
+  }
+};
 
 // Index of a thread's output element in its row `half`.
 __device__ __forceinline__ constexpr int output_index(int half, int group, int i) {
@@ -30,7 +61,7 @@ __device__ __forceinline__ float2 load_pair(const T* from) {
 }
 
 // Computes q·k: each thread sums every fourth pair of the head dim, and its quad adds the results.
-__device__ __forceinline__ float score_of(const Type* q, const CacheType* k) {
+__device__ __forceinline__ float score_of(const QueryType* q, const CacheType* k) {
   float sum = 0;
 #pragma unroll 1
   for (int column = first_column(); column < kDim; column += 8) {
@@ -63,7 +94,7 @@ __device__ __forceinline__ float weight_of(const Arguments& args, const WorkTile
 template <int kHalf, class Softmax>
 __device__ __forceinline__ void recompute_row(const Arguments& args, const WorkTile& work_tile,
                                               const Softmax& softmax, const VisibleKeys& visible,
-                                              int tiles, const Type* q, bool nonfinite,
+                                              int tiles, const QueryType* q, bool nonfinite,
                                               float (&outputs)[kOutputs]) {
   if (nonfinite) {
 #pragma unroll
@@ -124,7 +155,8 @@ __device__ __forceinline__ bool is_row_nonfinite(const float (&outputs)[kOutputs
 template <int kHalf, class Softmax>
 __device__ __forceinline__ void repair_row(const Arguments& args, const WorkTile& work_tile,
                                            const Softmax& softmax, const VisibleKeys& visible,
-                                           int tiles, const Type* q, float (&outputs)[kOutputs]) {
+                                           int tiles, const QueryType* q,
+                                           float (&outputs)[kOutputs]) {
   const int quad = threadIdx.x % 32 / 4 * 4;
   const uint32_t found =
       __ballot_sync(0xffffffff, q != nullptr && is_row_nonfinite<kHalf>(outputs));
@@ -134,8 +166,9 @@ __device__ __forceinline__ void repair_row(const Arguments& args, const WorkTile
   const bool nonfinite = (found >> quad & 0xf) != 0;
   const Params& p = args.params;
   // Lanes without a query read another query, to take part in the shuffles.
-  const Type* const some = static_cast<const Type*>(p.q.data) + work_tile.first_row * p.q.stride +
-                           work_tile.first_head * p.q.head_stride;
+  const QueryType* const some = static_cast<const QueryType*>(p.q.data) +
+                                work_tile.first_row * p.q.stride +
+                                work_tile.first_head * p.q.head_stride;
   recompute_row<kHalf>(args, work_tile, softmax, visible, tiles, q == nullptr ? some : q, nonfinite,
                        outputs);
 }

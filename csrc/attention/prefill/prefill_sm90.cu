@@ -57,7 +57,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
   } else if (warp == kValueStages + kConsumers) {
     init_barrier(&shared.work_tile_wanted, 1);
     if constexpr (kTokenScales) {
-      for (int i = 0; i < kScaleStages; ++i) {
+      for (int i = 0; i < kKeyStages; ++i) {
         init_barrier(scales_empty_of(shared, i), kConsumers * 4);
       }
     }
@@ -271,7 +271,7 @@ cudaError_t launch_prefill(const Params& params, cudaStream_t stream) {
   const Arguments args = make_arguments(params);
   const Params& p = args.params;
   Maps maps = {};
-  OSTINATO_RETURN_IF_ERROR(encode_rows<Type>(&maps.queries, p.q, kDim, args));
+  OSTINATO_RETURN_IF_ERROR(encode_rows<QueryType>(&maps.queries, p.q, kDim, args));
   OSTINATO_RETURN_IF_ERROR(encode_rows<OutType>(&maps.out, p.out, kValueDim, args));
   if (kCopiesKv && kSource == Source::Packed && p.tokens_k == 0) {
     maps.keys = maps.values = maps.queries;  // prefetched, but never used

@@ -158,8 +158,7 @@ class Producer : QkvLoader {
   __device__ __forceinline__ void copy_ring(const WorkTile& work_tile, Position& position,
                                             Then then) {
     if constexpr (kDequantizes) {
-      KvDequantizer<What>(shared_, args_, work_tile, warp_ % kKvWarps)
-          .run(position, scales_, kTileOfNext, then);
+      KvDequantizer<What>(shared_, args_, work_tile, warp_ % kKvWarps).run(position, then);
     } else if constexpr (kSource == Source::Pages) {
       copy_pages<What>(work_tile, position, then);
     } else {
@@ -222,7 +221,7 @@ class Producer : QkvLoader {
     }
   }
 
-  Position keys_, values_, scales_;
+  Position keys_, values_;
 };
 
 }  // namespace ostinato::prefill

@@ -14,7 +14,7 @@ struct RecomputedScores {
   const Arguments& args;
   const WorkTile& work_tile;
   int n;
-  const Type* q;  // null if the row is not a query
+  const QueryType* q;  // null if the row is not a query
 
   __device__ __forceinline__ bool is_query() const { return q != nullptr; }
 
@@ -33,7 +33,7 @@ struct RecomputedScores {
         rows[kHalf + 2 * half] = q == nullptr ? 0 : load_word(q + lane % 4 * 2, step, half);
         columns[half] = load_word(k, step, half);
       }
-      multiply_by_warp<Type>(sums, rows, columns);
+      multiply_by_warp<QueryType>(sums, rows, columns);
     }
     return make_float2(sums[2 * kHalf], sums[2 * kHalf + 1]);
   }
@@ -45,7 +45,7 @@ struct RecomputedScores {
     from += step * 16 + half * 8;
     if constexpr (sizeof(T) == 1) {
       const float2 pair = load_pair(from);
-      return pack_pair<Type>(pair.x, pair.y);
+      return pack_pair<QueryType>(pair.x, pair.y);
     } else {
       return *reinterpret_cast<const uint32_t*>(from);
     }

@@ -48,19 +48,40 @@ struct TransposeStorage {
   Ring<ValuesToTranspose> values_to_transpose;
   RingBarriers<ValuesToTranspose> values_to_transpose_barriers;
 };
-// Of the tokens of a tile of keys (token_scales.cuh).
-struct TileScales {
-  float key[kKeys], exponent[kKeys], inverse[kKeys];
+// A factor of each token of a tile of keys (token_scales.cuh). Those of the columns of one thread
+// of a quad follow one another, and all four have banks of their own.
+struct TileFactors {
+  static constexpr int kColumns = kKeys / 4;  // of a thread
+  static constexpr int kStep = kColumns + 4;
+  float of[4 * kStep];
+
+  __device__ __forceinline__ static constexpr int index(int token) {
+    return token % 8 / 2 * kStep + token / 8 * 2 + token % 2;
+  }
+  // Those of this thread's columns from the i-th on, i a multiple of 4.
+  __device__ __forceinline__ float4 columns(int i) const {
+    return *reinterpret_cast<const float4*>(&of[threadIdx.x % 4 * kStep + i]);
+  }
+};
+struct alignas(16) TileScales {
+  TileFactors key, value;
+  float greatest[2];  // magnitudes of the values' scales, of each warp that has written them
 };
 struct ScaleStorage {
-  alignas(16) TileScales scales[kScaleStages];
-  uint64_t scales_empty[kScaleStages];
+  alignas(16) TileScales scales[kKeyStages];
+  uint64_t scales_empty[kKeyStages];
 };
+// By how much the rows of queries that have been converted are to be multiplied
+// (query_converter.cuh).
+struct QueryStorage {
+  float query_units[kQueryBuffers][kConsumers][kRows];
+};
+template <int>
 struct NoStorage {};
 
-struct SharedStorage
-    : std::conditional_t<kFp8, TransposeStorage,
-                         std::conditional_t<kTokenScales, ScaleStorage, NoStorage>> {
+struct SharedStorage : std::conditional_t<kFp8, TransposeStorage, NoStorage<0>>,
+                       std::conditional_t<kTokenScales, ScaleStorage, NoStorage<1>>,
+                       std::conditional_t<kConvertsQueries, QueryStorage, NoStorage<2>> {
   alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
   Ring<Keys> keys;
   Ring<Values> values;

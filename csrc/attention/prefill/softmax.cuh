@@ -3,35 +3,20 @@
 #pragma once
 
 #include "common/pack_pair.cuh"
-#include "score_fragment.cuh"
-#include "token_scales.cuh"
+#include "softmax_logits.cuh"
 
 namespace ostinato::prefill {
 
-class Softmax {
+class Softmax : public SoftmaxLogits {
  public:
-  __device__ explicit Softmax(const Arguments& args) : args_(args) {}
-
-  // Starts a work tile.
-  __device__ __forceinline__ void begin(int kv_head) {
-    if constexpr (kDequantizes && !kTokenScales) {
-      scale_ = args_.params.k_scale[kv_head * args_.params.k_scale_stride];
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      max_[half] = kNothing;
-      sum_[half] = 0;
-      if constexpr (kTokenScales) {
-        total_[half] = 0;
-      }
-    }
-  }
+  using SoftmaxLogits::SoftmaxLogits;
 
   // Converts a tile's scores to weights. `key`: its first key. Returns whether the outputs so far
   // must be rescaled (fade()). `scales`: those of the tokens, if they have their own.
   template <class Find>
   __device__ __forceinline__ bool weigh(float (&scores)[kScores], const TileScales* scales, int key,
                                         bool masked, const Find& find_visible_keys) {
+    const bool shifted = raise_shift();
     take_logits(scores, scales);
     if (masked) {
       apply_mask(scores, key, find_visible_keys());
@@ -42,22 +27,19 @@ class Softmax {
       tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
     }
     float top[2] = {fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])};
-    const bool rises = top[0] * factor() > max_[0] + kSlack || top[1] * factor() > max_[1] + kSlack;
+    const bool rises = is_far_above(top[0] * factor(0), 0) || is_far_above(top[1] * factor(1), 1);
     const bool raised = __any_sync(0xffffffff, rises);
     if (raised) {
       raise(top);
     }
-    settled_ = !masked;
     float sum[2];
     exponentiate(scores, sum);
+    read_value_scales(scales);
     sum_[0] += sum[0];
     sum_[1] += sum[1];
-    add_totals(scores, scales);
-    return raised;
+    apply_value_scales(scores, scales);
+    return raised || shifted;
   }
-
-  // Whether every row's maximum covers many keys, so that weigh_blindly() may be used.
-  __device__ __forceinline__ bool is_settled() const { return settled_; }
 
   // Like weigh(), for a tile without masked keys, and without computing its maximum: a sum that is
   // large compared to previous ones reveals a far higher score. The sum is needed anyway, while a
@@ -66,22 +48,30 @@ class Softmax {
   template <class Recompute>
   __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores], const TileScales* scales,
                                                 const Recompute& recompute) {
-    take_logits(scores, scales);
+    const bool shifted = raise_shift();
     float sum[2];
-    exponentiate(scores, sum);
+    if (kTokenScales && args_.params.softcap <= 0) {
+      exponentiate_scaled(scores, *scales, sum);
+    } else {
+      take_logits(scores, scales);
+      exponentiate(scores, sum);
+    }
+    read_value_scales(scales);
     bool high[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      high[half] = sum[half] > fminf(fmaf(kHighRatio, sum_[half], kHighSum), kMostSum);
+      high[half] =
+          sum[half] > fminf(fmaf(kHighRatio, sum_[half], kHighSum * one()), kMostSum * one());
     }
     const bool raised = __any_sync(0xffffffff, high[0] || high[1]);
     if (raised) {
       lower(scores, scales, sum, high, recompute);
+      read_value_scales(scales);  // again: registers are few meanwhile
     }
     sum_[0] += sum[0];
     sum_[1] += sum[1];
-    add_totals(scores, scales);
-    return raised;
+    apply_value_scales(scores, scales);
+    return raised || shifted;
   }
 
   // Rescales outputs that are relative to the previous maximum.
@@ -96,29 +86,23 @@ class Softmax {
   __device__ __forceinline__ void end() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float& total = kTokenScales ? total_[half] : sum_[half];
-      total += __shfl_xor_sync(0xffffffff, total, 1);
-      total += __shfl_xor_sync(0xffffffff, total, 2);
+      sum_[half] += __shfl_xor_sync(0xffffffff, sum_[half], 1);
+      sum_[half] += __shfl_xor_sync(0xffffffff, sum_[half], 2);
     }
   }
 
   __device__ __forceinline__ float maximum(int half) const { return max_[half]; }
-  __device__ __forceinline__ float total(int half) const {
-    return kTokenScales ? total_[half] : sum_[half];
-  }
+  __device__ __forceinline__ float total(int half) const { return sum_[half]; }
   // The weight of one key.
   __device__ __forceinline__ float weight(int half, float score) const {
     return power_of_2(logit(score) - max_[half]);
   }
-  // The weight of one key with scales of its own, of its dequantised value.
+  // The weight of one key with scales of its own, that of its value applied.
   __device__ __forceinline__ float weight(int half, float score, const TokenScale& scale) const {
-    return power_of_2(scale.shifted_logit(args_, score) - max_[half]);
+    return power_of_2(scale.logit(args_, score) - max_[half]) * scale.value;
   }
 
  private:
-  // The precision is the same relative to any maximum not far below the row's, so that rescaling is
-  // rarely needed.
-  static constexpr float kSlack = 2;
   // Thresholds for a thread's sum of weights of a row and tile, relative to the sum of all previous
   // tiles. A weight that dominates the others should be 1, which is exact.
   static constexpr float kHighRatio = 4;
@@ -126,113 +110,30 @@ class Softmax {
   static constexpr float kMostSum = 16384;  // finite in 16 bits
   static constexpr float kLost = 0x1p120f;  // larger weights may have overflowed
 
-  // Multiplies maxima of scores.
-  __device__ __forceinline__ float factor() const {
-    if constexpr (kTokenScales) {
-      return 1;  // take_logits() has multiplied the scores
-    } else if constexpr (kDequantizes) {
-      return is_direct() ? args_.logit_scale * scale_ : 1.0f;
-    } else {
-      return args_.factor;
-    }
-  }
-  // Whether a greater score is a greater logit.
-  __device__ __forceinline__ bool is_direct() const {
-    if constexpr (kDequantizes) {
-      return args_.direct != 0 && scale_ > 0;
-    } else {
-      return args_.direct != 0;
-    }
-  }
-  __device__ __forceinline__ float logit(float score) const {
-    if constexpr (kDequantizes) {
-      score *= scale_;
-    }
-    return logit_of(args_, score);
-  }
-
-  // With scales of tokens: logits plus the exponents of the values' scales.
-  __device__ __forceinline__ void take_shifted_logits(float (&scores)[kScores],
-                                                      const TileScales& scales) const {
-    const float softcap = args_.params.softcap;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      scores[i] *= scales.key[column_of(i) + first_column()];
-    }
-    if (softcap > 0) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        scores[i] = softcap * (kLog2E * hyperbolic_tangent(scores[i]));
-        if (i % 4 == 3) {
-          __syncwarp();  // more at a time would need registers
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      scores[i] += scales.exponent[column_of(i) + first_column()];
-    }
-  }
-
-  // Adds the weights of a tile, less the scales of its values, to the softmax denominators.
-  __device__ __forceinline__ void add_totals(const float (&scores)[kScores],
-                                             const TileScales* scales) {
-    if constexpr (kTokenScales) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        const float inverse = scales->inverse[column_of(i) + first_column()];
-        total_[row_of(i)] = fmaf(scores[i], inverse, total_[row_of(i)]);
-      }
-    }
-  }
-
-  // Rescales a row's sums of weights.
-  __device__ __forceinline__ void fade_sums(int half) {
-    sum_[half] *= fade_[half];
-    if constexpr (kTokenScales) {
-      total_[half] *= fade_[half];
-    }
-  }
-
-  __device__ __forceinline__ void take_logits(float (&scores)[kScores],
-                                              const TileScales* scales) const {
-    if constexpr (kTokenScales) {
-      take_shifted_logits(scores, *scales);
-      return;
-    }
-    if constexpr (kDequantizes) {
-      if (is_direct()) {
-        return;
-      }
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        scores[i] *= scale_;
-      }
-    } else if (args_.direct != 0) {
-      return;
-    }
-    if (args_.params.softcap > 0) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        scores[i] = capped_logit(args_, scores[i]);
-        if (i % 4 == 3) {
-          __syncwarp();  // more at a time would need registers
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        scores[i] *= args_.logit_scale;
-      }
-    }
-  }
-
   // Converts scores to weights, and computes the thread's sums.
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float (&sum)[2]) const {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] = power_of_2(fmaf(scores[i], factor(), -max_[row_of(i)]));
+      scores[i] = power_of_2(fmaf(scores[i], factor(row_of(i)), -max_[row_of(i)]));
     }
+    add_up(scores, sum);
+  }
+  // The same with scales of tokens that have not been applied to the scores.
+  __device__ __forceinline__ void exponentiate_scaled(float (&scores)[kScores],
+                                                      const TileScales& scales,
+                                                      float (&sum)[2]) const {
+#pragma unroll
+    for (int i = 0; i < kScores; i += 8) {
+      const float4 factors = key_scales(scales, i);
+#pragma unroll
+      for (int j = i; j < i + 8; ++j) {
+        scores[j] =
+            power_of_2(fmaf(in_units(scores[j], j), factor_of(factors, j), -max_[row_of(j)]));
+      }
+    }
+    add_up(scores, sum);
+  }
+  __device__ __forceinline__ static void add_up(const float (&scores)[kScores], float (&sum)[2]) {
     sum[0] = scores[0];
     sum[1] = scores[2];
 #pragma unroll
@@ -249,10 +150,9 @@ class Softmax {
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 1));
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 2));
       // Decided per row: a row's results must not depend on other rows.
-      const bool rises = top[half] * factor() > max_[half] + kSlack;
-      const float raised = rises ? top[half] * factor() : max_[half];
-      fade_[half] = power_of_2(max_[half] - raised);
-      fade_sums(half);
+      const float logit = top[half] * factor(half);
+      const float raised = is_far_above(logit, half) ? maximum_of(logit) : max_[half];
+      fade_by(half, power_of_2(max_[half] - raised));
       max_[half] = raised;
     }
   }
@@ -265,6 +165,7 @@ class Softmax {
                                         const Recompute& recompute) {
     const int quad = threadIdx.x % 32 / 4 * 4;
     bool lost[2];
+    float fade[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float top = 0;
@@ -276,17 +177,17 @@ class Softmax {
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
       // Decided per row: a row's results must not depend on other rows.
       const uint32_t quads = __ballot_sync(0xffffffff, high[half]);
-      const bool rises = (quads >> quad & 0xf) != 0 && top > 1;
+      const bool rises = (quads >> quad & 0xf) != 0 && top > one();
       lost[half] = rises && top >= kLost;
       const bool known = rises && !lost[half];
-      fade_[half] = known ? __fdividef(1.0f, top) : 1.0f;
-      max_[half] += known ? log2f(top) : 0.0f;
-      fade_sums(half);
-      sum[half] *= fade_[half];
+      fade[half] = known ? __fdividef(one(), top) : 1.0f;
+      max_[half] += known ? maximum_of(log2f(top)) : 0.0f;
+      fade_by(half, fade[half]);
+      sum[half] *= fade[half];
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] *= fade_[row_of(i)];
+      scores[i] *= fade[row_of(i)];
     }
     find_lost(scores, scales, sum[0], lost[0], recompute.template rows<0>());
     find_lost(scores, scales, sum[1], lost[1], recompute.template rows<1>());
@@ -314,9 +215,9 @@ class Softmax {
                                                     const Rows& rows) {
     const auto logit_at = [&](int group, int i, float score) {
       if constexpr (kTokenScales) {
-        const int column = group * 8 + first_column() + i;
-        const TokenScale scale = {scales->key[column], scales->exponent[column]};
-        return scale.shifted_logit(args_, score);
+        const int column = TileFactors::index(group * 8 + first_column() + i);
+        const TokenScale scale = {scales->key.of[column], scales->value.of[column]};
+        return scale.logit(args_, score);
       } else {
         return logit(score);
       }
@@ -330,9 +231,8 @@ class Softmax {
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
     if (lost) {
-      fade_[kHalf] = power_of_2(max_[kHalf] - top);
-      fade_sums(kHalf);
-      max_[kHalf] = top;
+      fade_by(kHalf, power_of_2(max_[kHalf] - maximum_of(top)));
+      max_[kHalf] = maximum_of(top);
       sum = 0;
     }
 #pragma unroll 1
@@ -348,12 +248,6 @@ class Softmax {
       }
     }
   }
-
-  const Arguments& args_;
-  bool settled_ = false;
-  float scale_;     // of dequantised keys
-  float total_[2];  // sums of weights without the scales of values, if tokens have their own
-  float max_[2], sum_[2], fade_[2];
 };
 
 // A operand of the PV MMA: of 16 keys, rows g and g + 8 of the first 8, then of the others.

@@ -1,10 +1,10 @@
 // Scales of each token's keys and values. The producer reads them with a tile of keys, and writes
-// them before it hands over the keys; they have a ring of their own, since consumers need them
+// them before it hands over the keys. They have stages of their own, since consumers need them
 // after they have released the keys.
 //
-// The scale of a token's values is applied to its weight as an exponent, 2^(logit + log2(scale)),
-// so that weights keep their precision in 16 bits whatever the magnitude of the scales. The softmax
-// denominator divides it out again. A value with a NaN or infinite scale becomes NaN itself.
+// The scale of a token's values multiplies its weight, which must stay in the range of fp16:
+// weights are relative to a reference that rises with the greatest scale so far (Softmax). A value
+// with a NaN or infinite scale becomes NaN itself.
 #pragma once
 
 #include "attention/common/ptx.cuh"
@@ -15,29 +15,27 @@ namespace ostinato::prefill {
 
 // What a query's score of a token is combined with.
 struct TokenScale {
-  float key;       // multiplies the score: the scale of the key times Arguments::logit_scale
-  float exponent;  // log2 of the scale of the value; finite
+  float key;    // multiplies the score: the scale of the key times Arguments::logit_scale
+  float value;  // multiplies the weight; finite
 
   __device__ __forceinline__ static TokenScale of(const Arguments& args, float key_scale,
                                                   float value_scale) {
-    const float exponent = fminf(fmaxf(log2f(value_scale), -100.0f), 100.0f);
-    return {key_scale * args.logit_scale, is_number(value_scale) ? exponent : 0};
+    return {key_scale * args.logit_scale, is_number(value_scale) ? value_scale : 1.0f};
   }
 
   __device__ __forceinline__ static bool is_number(float scale) { return fabsf(scale) < INFINITY; }
 
-  // The logit in base 2, plus the exponent.
-  __device__ __forceinline__ float shifted_logit(const Arguments& args, float score) const {
+  // The logit in base 2.
+  __device__ __forceinline__ float logit(const Arguments& args, float score) const {
     const float softcap = args.params.softcap;
     const float logit = score * key;
-    return (softcap > 0 ? softcap * (kLog2E * hyperbolic_tangent(logit)) : logit) + exponent;
+    return softcap > 0 ? softcap * (kLog2E * hyperbolic_tangent(logit)) : logit;
   }
 };
 
 // Where the scales are. Kernels without scales of tokens have neither arguments nor memory for
 // them, and never call these functions.
 #if OSTINATO_TOKEN_SCALES
-using ScalePosition = RingPosition;
 __device__ __forceinline__ TileScales& tile_scales_of(SharedStorage& shared, int slot) {
   return shared.scales[slot];
 }
@@ -55,10 +53,6 @@ __device__ TileScales& tile_scales_of(SharedStorage& shared, int slot);
 __device__ uint64_t* scales_empty_of(SharedStorage& shared, int slot);
 __host__ __device__ const Slots& key_scales_of(const Params& params);
 __host__ __device__ const Slots& value_scales_of(const Params& params);
-struct ScalePosition {
-  static constexpr int slot = 0;
-  __device__ void advance(int) {}
-};
 #endif
 
 // Scales of one token, read from global memory. `page` is 0 for packed keys.
@@ -69,12 +63,14 @@ __device__ __forceinline__ float read_token_scale(const Slots& scales, int64_t p
 }
 
 // Writes the scales of a token of a tile. Those of tokens that no query sees must be finite.
-__device__ __forceinline__ void write_scales(TileScales& scales, const Arguments& args, int row,
-                                             float key_scale, float value_scale) {
+// Returns the magnitude of the value's.
+__device__ __forceinline__ float write_scales(TileScales& scales, const Arguments& args, int row,
+                                              float key_scale, float value_scale) {
   const TokenScale scale = TokenScale::of(args, key_scale, value_scale);
-  scales.key[row] = scale.key;
-  scales.exponent[row] = scale.exponent;
-  scales.inverse[row] = power_of_2(-scale.exponent);
+  const int index = TileFactors::index(row);
+  scales.key.of[index] = scale.key;
+  scales.value.of[index] = scale.value;
+  return fabsf(scale.value);
 }
 
 }  // namespace ostinato::prefill

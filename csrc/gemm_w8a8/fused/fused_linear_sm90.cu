@@ -3,16 +3,24 @@
 // ring of weights fills meanwhile. Quantising in every CTA costs less than the boundary between two
 // kernels. docs/notebooks/decode_step.md has the measurements.
 //
+// With an activation function, the layer is one of gates and ups: it stores what the function makes
+// of these in fp32, and their largest magnitudes, for activated_linear_sm90.cu.
+//
 // Compiled with the macros of gemm_w8a8/small_m/config.cuh, those of gemm_w8a8/quantize/quantize.cu
 // (kinds per_token and rms_norm) and
-//   OSTINATO_MAX_K  the longest x: 4096 or 8192
+//   OSTINATO_MAX_K       the longest x: 4096 or 8192
+//   OSTINATO_ACTIVATION  none, or a function (gemm_w8a8/quantize/activation_math.cuh): then with
+//                        OSTINATO_PAIRED_TILES=1
 //
 // With params.pdl, the preceding kernel may write x and residual. It must not write the other
 // inputs, which are read before the wait.
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "common/check.h"
 #include "common/launch.cuh"
+#include "gated_results.cuh"
 #include "gemm_w8a8/params.h"
 #include "gemm_w8a8/small_m/config.cuh"
 #include "gemm_w8a8/small_m/consumer.cuh"
@@ -23,6 +31,7 @@
 namespace ostinato::fused_linear {
 namespace {
 
+using small_m::kPairedTiles;
 using small_m::kThreads;
 using small_m::TileShares;
 using small_m::Work;
@@ -32,6 +41,13 @@ struct alignas(128) SharedStorage {
   CodeStorage x;
 };
 static_assert(sizeof(SharedStorage) <= small_m::kSmemLimit, "shared memory of one CTA per SM");
+static_assert(kPairedTiles == (kActivation != Function::none), "gates and ups are paired");
+static_assert(!kPairedTiles || std::is_same_v<small_m::Output, In>, "gates have the dtype of x");
+
+struct StoredResults : small_m::StoredResults {
+  __device__ explicit StoredResults(float*) {}
+};
+using Results = std::conditional_t<kPairedTiles, GatedResults, StoredResults>;
 
 // GEMM arguments with x in shared memory.
 __device__ W8A8GemmParams product_of(const FusedLinearParams& p, const CodeStorage& x) {
@@ -61,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   Quantizer quantizer(shared.x, params, blockIdx.x == 0);
-  small_m::Consumer<true> consumer(shared.product, product, work);
+  small_m::Consumer<true, Results> consumer(shared.product, product, work, Results(params.maxima));
   wait_for_predecessor();
   quantizer.run(k, [&] { consumer.announce_x(); });
   consumer.fill_slots();
@@ -70,12 +86,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
+bool has_valid_results(const FusedLinearParams& p) {
+  constexpr int kPairRows = 2 * kPackedRows;
+  return kPairedTiles ? p.maxima != nullptr && p.n % kPairRows == 0 && p.n_maxima >= 1 &&
+                            p.n_maxima <= p.n / kPairRows
+                      : p.maxima == nullptr;
+}
+
 bool is_valid(const FusedLinearParams& p) {
   return p.n >= 1 && p.k >= 16 && p.k <= kMaxK && p.k % 16 == 0 && is_aligned(p.x) &&
          is_aligned(p.w) && is_aligned(p.residual) && is_aligned(p.residual_out) &&
          is_aligned(p.norm_weight) && (p.norm_weight != nullptr) == (kKind == Kind::rms_norm) &&
          (p.residual == nullptr) == (p.residual_out == nullptr) &&
-         (p.residual == nullptr || kKind == Kind::rms_norm);
+         (p.residual == nullptr || kKind == Kind::rms_norm) && has_valid_results(p);
 }
 
 }  // namespace
@@ -93,13 +116,14 @@ OSTINATO_LAUNCH(ostinato::FusedLinearParams) {
   }
   int sms = 0;
   OSTINATO_RETURN_IF_ERROR(ostinato::count_sms(&sms));
-  const int tiles = ostinato::ceil_div(params->n, ostinato::kPackedRows);
+  const int units =
+      ostinato::ceil_div(params->n, ostinato::small_m::kTilesOfUnit * ostinato::kPackedRows);
   ostinato::LaunchConfig config;
-  config.grid = dim3(tiles < sms ? tiles : sms);
+  config.grid = dim3(kPairedTiles ? params->n_maxima : units < sms ? units : sms);
   config.block = dim3(kThreads);
   config.dynamic_smem = sizeof(SharedStorage);
   config.pdl = params->pdl != 0;
-  const TileShares shares(tiles, static_cast<int>(config.grid.x));
+  const TileShares shares(units, static_cast<int>(config.grid.x));
   return ostinato::launch(fused_linear, config, static_cast<cudaStream_t>(stream), *params, shares,
                           ostinato::KnownDivisor(static_cast<float>(params->k)));
 }

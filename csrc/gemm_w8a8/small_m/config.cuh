@@ -15,6 +15,7 @@
 // -DOSTINATO_TOKEN_WARPS=1|2|4            warps that divide the tokens; the others divide K
 // -DOSTINATO_ROW_TILES=n                  weight tiles (16 rows) per pass over K
 // -DOSTINATO_X_SLOTS=n                    chunks of x that a warp holds in registers
+// -DOSTINATO_PAIRED_TILES=0|1             1: the two tiles of a pass are gates and their ups
 
 namespace ostinato::small_m {
 
@@ -37,6 +38,10 @@ inline constexpr int kRows = kRowTiles * kPackedRows;
 // idle, even and odd blocks have separate ones.
 inline constexpr int kChains = kRowTiles * kTokenTiles <= 4 ? kWarpBlocks : 1;
 inline constexpr int kXSlots = OSTINATO_X_SLOTS;
+// The first half of the channels are gates, the second half their ups.
+inline constexpr bool kPairedTiles = OSTINATO_PAIRED_TILES != 0;
+inline constexpr int kTilesOfUnit = kPairedTiles ? 2 : 1;  // that one CTA has together
+static_assert(!kPairedTiles || kRowTiles == 2, "a pass is one pair of tiles");
 static_assert(kTokens % (8 * kTokenWarps) == 0, "every token warp needs whole tiles of 8 tokens");
 static_assert(kMmaWarps % kTokenWarps == 0, "token warps must divide the MMA warps");
 static_assert(kRows <= kMmaThreads, "the epilogue gives each thread one weight row");

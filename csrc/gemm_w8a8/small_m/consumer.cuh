@@ -15,17 +15,25 @@ namespace ostinato::small_m {
 
 __device__ __forceinline__ void sync_mma_warps() { sync_named(kMmaDone, kMmaThreads); }
 
-template <bool kVectorLoads>
+// What becomes of results: they are stored.
+struct StoredResults {
+  // Of thread t of the first kRows * tokens: the result of row t % kRows of a pass.
+  __device__ __forceinline__ void take(const W8A8GemmParams& params, int token, int n, float y) {
+    static_cast<Output*>(params.out)[token * params.out_stride + n] = static_cast<Output>(y);
+  }
+  __device__ __forceinline__ void finish() {}  // called by all threads after the last
+};
+
+template <bool kVectorLoads, class Results = StoredResults>
 class Consumer {
  public:
-  __device__ Consumer(SharedStorage& shared, const W8A8GemmParams& params, const Work& work)
-      : shared_(shared), params_(params), work_(work) {
+  __device__ Consumer(SharedStorage& shared, const W8A8GemmParams& params, const Work& work,
+                      const Results& results = {})
+      : shared_(shared), params_(params), work_(work), results_(results) {
     const int warp = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
     depth_warp_ = warp % kDepthWarps;
-    // Position in an MMA fragment: row lane / 4, vector lane % 4, with the swizzle applied.
-    const int row = lane_ / 4;
-    in_block_ = row * kPackedDepth + (lane_ % 4 ^ row / 2 % 4) * 16;
+    in_block_ = place_in_block(lane_);
     first_token_ = warp / kDepthWarps * kTokenTiles * 8;
     const int column = depth_warp_ * kWarpDepth + lane_ % 8 * 16;
     x_token_ = first_token_ + lane_ / 8;
@@ -92,6 +100,7 @@ class Consumer {
       next_channel_ = channel_of(tile + 2 * kRowTiles);
       sync_mma_warps();  // before the next tiles' sums overwrite these
     }
+    results_.finish();
   }
 
  private:
@@ -104,7 +113,7 @@ class Consumer {
   static __device__ int output_row() { return threadIdx.x % kRows; }
 
   __device__ Channel channel_of(int tile) const {
-    return Channel(params_, tile < work_.end_tile ? tile * kPackedRows + output_row() : params_.n);
+    return Channel(params_, tile < work_.end_tile ? work_.channel(tile, output_row()) : params_.n);
   }
 
   // This warp's share of a chunk of x, as loaded. For whole 128-byte lines, eight lanes load two
@@ -168,12 +177,6 @@ class Consumer {
         }
       }
     }
-  }
-
-  // This lane's weights of a tile in a block of K.
-  static __device__ __forceinline__ WeightFragment load_weights(const uint8_t* block) {
-    const uint4* fragment = reinterpret_cast<const uint4*>(block);
-    return {fragment[0], fragment[kPackedBlockBytes / 32]};
   }
 
   // Waits for this warp's half of a tile of the stage.
@@ -262,7 +265,7 @@ class Consumer {
 
   __device__ __forceinline__ void write_output(int tile, const Channel& channel) {
     const int row = output_row();
-    const int n = tile * kPackedRows + row;
+    const int n = work_.channel(tile, row);
     const int tiles = min(kRowTiles, work_.end_tile - tile);
     if (n >= params_.n || row >= tiles * kPackedRows || threadIdx.x >= kTokenStep * kRows) {
       return;
@@ -273,26 +276,14 @@ class Consumer {
       if (token >= active_) {
         break;
       }
-      int32_t sums[kDepthWarps];
-#pragma unroll
-      for (int warp = 0; warp < kDepthWarps; ++warp) {
-        sums[warp] = shared_.partial[warp][token][row];
-      }
-#pragma unroll
-      for (int half = kDepthWarps / 2; half > 0; half /= 2) {
-#pragma unroll
-        for (int warp = 0; warp < half; ++warp) {
-          sums[warp] += sums[warp + half];
-        }
-      }
       // Unsigned, since the product alone may overflow; the difference does not.
-      const int32_t sum = static_cast<int32_t>(static_cast<uint32_t>(sums[0]) -
+      const int32_t sum = static_cast<int32_t>(static_cast<uint32_t>(sum_of(shared_, token, row)) -
                                                static_cast<uint32_t>(shared_.x_zero_point[token]) *
                                                    static_cast<uint32_t>(channel.sum));
       const float y = fmaf(shared_.x_scale[token], channel.scale * static_cast<float>(sum),
                            static_cast<float>(channel.bias));
       OSTINATO_DELAY(small_m_output_store, threadIdx.x / 32 == 0);
-      static_cast<Output*>(params_.out)[token * params_.out_stride + n] = static_cast<Output>(y);
+      results_.take(params_, token, n, y);
     }
   }
 
@@ -310,6 +301,7 @@ class Consumer {
   bool fresh_ = true;  // the slots are as loaded, not yet fragments
   XChunk slots_[kSlots];
   Sums sum_;
+  Results results_;
 };
 
 }  // namespace ostinato::small_m

@@ -1,5 +1,5 @@
-// Operands of the small-M GEMM besides the weights: bytes of x, and scale, bias and sum of a weight
-// row.
+// Operands of the small-M GEMM: fragments of weights, bytes of x, scale, bias and sum of a weight
+// row; and the sums that its warps have left of one.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,35 @@
 #include "gemm_w8a8/params.h"
 
 namespace ostinato::small_m {
+
+// This lane's weights of a tile in a block of K, from its place in the block.
+__device__ __forceinline__ WeightFragment load_weights(const uint8_t* block) {
+  const uint4* fragment = reinterpret_cast<const uint4*>(block);
+  return {fragment[0], fragment[kPackedBlockBytes / 32]};
+}
+
+// Where in a block this lane has its weights: row lane / 4, vector lane % 4, with the swizzle.
+__device__ __forceinline__ int place_in_block(int lane) {
+  const int row = lane / 4;
+  return row * kPackedDepth + (lane % 4 ^ row / 2 % 4) * 16;
+}
+
+// The sum over all of K, of what each warp has of its part.
+__device__ __forceinline__ int32_t sum_of(const SharedStorage& shared, int token, int row) {
+  int32_t sums[kDepthWarps];
+#pragma unroll
+  for (int warp = 0; warp < kDepthWarps; ++warp) {
+    sums[warp] = shared.partial[warp][token][row];
+  }
+#pragma unroll
+  for (int half = kDepthWarps / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int warp = 0; warp < half; ++warp) {
+      sums[warp] += sums[warp + half];
+    }
+  }
+  return sums[0];
+}
 
 // Loads 16 bytes of a row of x from `offset`; zero from `limit` on.
 template <bool kVectorLoads>

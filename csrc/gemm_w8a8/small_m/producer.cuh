@@ -11,8 +11,8 @@
 
 namespace ostinato::small_m {
 
-// Assigns weight tiles to CTAs. Prepared on the host: a division in the kernel would delay its
-// first copies.
+// Assigns weight tiles, or pairs of them, to CTAs. Prepared on the host: a division in the kernel
+// would delay its first copies.
 struct TileShares {
   int per_cta, rest;
   uint32_t reciprocal;  // 2^32 / CTAs, rounded up; exact for up to 1600 CTAs
@@ -28,17 +28,33 @@ struct TileShares {
   }
 };
 
-// The weight tiles of this CTA, and the chunks of K.
+// The weight tiles of this CTA, and the chunks of K. Tiles are counted in the order of the work:
+// where they are paired, tile 2i has the gates whose ups are in tile 2i + 1.
 struct Work {
   int first_tile, end_tile;
+  int pairs;         // of tiles in all, where they are paired
   int depth_blocks;  // of kPackedDepth; even
   int chunks;        // of kChunkBlocks; the last one may be shorter
 
   __device__ Work(const W8A8GemmParams& params, const TileShares& shares) {
-    first_tile = shares.first_tile(blockIdx.x);
-    end_tile = shares.first_tile(blockIdx.x + 1);
+    first_tile = kTilesOfUnit * shares.first_tile(blockIdx.x);
+    end_tile = kTilesOfUnit * shares.first_tile(blockIdx.x + 1);
+    pairs = params.n / (2 * kPackedRows);
     depth_blocks = ceil_div(params.k, kPackedDepthUnit) * 2;
     chunks = ceil_div(depth_blocks, kChunkBlocks);
+  }
+
+  // Where a tile, number i of its pass, is among the weights.
+  __device__ int weight_tile(int tile, int i) const {
+    return kPairedTiles ? tile / 2 + i * pairs : tile + i;
+  }
+
+  // The channel of a row of the pass that begins with `tile`.
+  __device__ int channel(int tile, int row) const {
+    if constexpr (kPairedTiles) {
+      return weight_tile(tile, row / kPackedRows) * kPackedRows + row % kPackedRows;
+    }
+    return tile * kPackedRows + row;
   }
 };
 
@@ -95,7 +111,8 @@ class Producer {
       if (i >= tiles) {
         break;  // the last pass: these barriers are not used
       }
-      const int64_t tile_block = static_cast<int64_t>(tile_ + i) * work_.depth_blocks + first_block;
+      const int64_t tile_block =
+          static_cast<int64_t>(work_.weight_tile(tile_, i)) * work_.depth_blocks + first_block;
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         uint64_t* full = &shared_.full[position_.slot][i][half];

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -66,8 +65,9 @@ class Server:
         return seen
 
     async def _send(self, body: dict[str, Any], seen: Stream) -> None:
-        reader, writer = await asyncio.open_connection(
-            self._host, self._port, ssl=self._tls or None, limit=_LIMIT
+        loop = asyncio.get_running_loop()
+        transport, answer = await loop.create_connection(
+            lambda: _Answer(seen), self._host, self._port, ssl=self._tls or None
         )
         try:
             data = json.dumps(body).encode()
@@ -75,58 +75,114 @@ class Server:
                 f"POST {self._path} HTTP/1.1\r\n{self._head}content-type: application/json\r\n"
                 f"content-length: {len(data)}\r\nconnection: close\r\n\r\n"
             )
-            writer.write(head.encode() + data)
-            await writer.drain()
-            status, chunked = await _read_head(reader)
-            if status != 200:
-                raise RefusedError(
-                    f"{status} {(await reader.read(_LIMIT)).decode(errors='replace')}"
-                )
-            async for event in _events(reader, chunked):
-                _note(event, seen)
+            transport.write(head.encode() + data)
+            await answer.ended
         finally:
-            writer.close()
+            transport.close()
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:
-    """Return the status, and whether the body comes in chunks."""
-    line = await reader.readline()
-    if not line.startswith(b"HTTP/1.") or len(line.split()) < 2:
-        raise ValueError(f"got {line[:40]!r}, expected an answer of HTTP/1.1")
-    status = int(line.split()[1])
-    chunked = False
-    while (line := await reader.readline()) not in (b"\r\n", b""):
-        name, _, value = line.lower().partition(b":")
-        chunked |= name == b"transfer-encoding" and b"chunked" in value
-    return status, chunked
+class _Answer(asyncio.BufferedProtocol):
+    """Notes the events of an answer as they come; `ended` is done behind the last, or an error.
 
+    Not a reader that is awaited for each line, nor a buffer for each piece: of hundreds of streams
+    that would be slower than the server.
+    """
 
-async def _events(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """Yield the data of each event; the last one must be [DONE]."""
-    text = b""
-    while True:
-        piece = await _piece(reader, chunked)
-        if not piece:
-            raise EOFError("the stream ended without [DONE]")
-        *lines, text = (text + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                data = line[5:].strip()
-                if data == b"[DONE]":
+    _buffer = memoryview(bytearray(1 << 16))  # for one piece, which is read before the next comes
+
+    def __init__(self, seen: Stream) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._seen = seen
+        self._raw = b""  # that has come and was not read
+        self._status = 0
+        self._chunked = False
+        self._left = 0  # bytes of the chunk
+        self._body = bytearray()  # behind the last whole line
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next piece goes."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Read what has come."""
+        if self.ended.done():
+            return
+        try:
+            self._raw += self._buffer[:nbytes]
+            if self._status or self._read_head():
+                self._read_body()
+        except (ValueError, RefusedError) as error:
+            self.ended.set_exception(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End what has not ended."""
+        if self.ended.done():
+            return
+        if self._status not in (0, 200):
+            error = RefusedError(f"{self._status} {self._body.decode(errors='replace')}")
+        self.ended.set_exception(error or EOFError("the stream ended without [DONE]"))
+
+    def _read_head(self) -> bool:
+        head, end, rest = self._raw.partition(b"\r\n\r\n")
+        line, *fields = head.split(b"\r\n")
+        if not b"HTTP/1.".startswith(line[:7]) or (end and len(line.split()) < 2):
+            raise ValueError(f"got {line[:40]!r}, expected an answer of HTTP/1.1")
+        if not end:
+            _check_size(self._raw)
+            return False
+        self._status = int(line.split()[1])
+        for field_ in fields:
+            name, _, value = field_.lower().partition(b":")
+            self._chunked |= name == b"transfer-encoding" and b"chunked" in value
+        self._raw = rest
+        return True
+
+    def _read_body(self) -> None:
+        if not self._chunked:
+            self._body += self._raw
+            self._raw = b""
+            self._read_events()
+            return
+        while self._raw:
+            if self._left > 2:  # with the line break behind the chunk
+                piece = self._raw[: self._left - 2]
+                self._body += piece
+                self._raw = self._raw[len(piece) :]
+                self._left -= len(piece)
+                self._read_events()
+            elif self._left:
+                passed = self._raw[: self._left]
+                self._raw = self._raw[len(passed) :]
+                self._left -= len(passed)
+            else:
+                line, end, rest = self._raw.partition(b"\r\n")
+                if not end:
+                    _check_size(line)
                     return
-                yield data
+                self._left = int(line.split(b";")[0], 16) + 2
+                self._raw = rest
+
+    def _read_events(self) -> None:
+        _check_size(self._body)
+        if self._status != 200:
+            return
+        *lines, last = self._body.split(b"\n")
+        self._body = last
+        for line in lines:
+            if line.startswith(b"data:") and not self.ended.done():
+                event = line[5:].strip()
+                if event == b"[DONE]":
+                    self.ended.set_result(None)
+                else:
+                    _note(event, self._seen)
 
 
-async def _piece(reader: asyncio.StreamReader, chunked: bool) -> bytes:
-    if not chunked:
-        return await reader.read(_LIMIT)
-    size = int((await reader.readline()).split(b";")[0] or b"0", 16)
-    data = await reader.readexactly(size)
-    await reader.readline()
-    return data
+def _check_size(text: bytes | bytearray) -> None:
+    if len(text) > _LIMIT:
+        raise ValueError(f"got {len(text)} bytes, expected lines of at most {_LIMIT}")
 
 
-def _note(event: bytes, seen: Stream) -> None:
+def _note(event: bytes | bytearray, seen: Stream) -> None:
     now = time.perf_counter()
     document = json.loads(event)
     if "error" in document:

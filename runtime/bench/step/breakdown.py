@@ -11,7 +11,7 @@ import torch
 _REPLAYS = 5
 
 ATTENTION = "attention"
-_PRODUCT_KERNELS = {"tiled_gemm", "small_m_gemm", "fused_linear"}
+_PRODUCT_KERNELS = {"tiled_gemm", "small_m_gemm", "fused_linear", "activated_linear"}
 _EXPERTS_KERNEL = "moe_linear"
 _ATTENTION_KERNEL = "paged_decode"
 # What `run` stages inputs that are on the device with, before the graph: torch._foreach_copy_.

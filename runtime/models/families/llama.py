@@ -12,6 +12,7 @@ from ... import ops
 from ...jit.variant import Variant
 from ...ops.collective.communicator import Communicator
 from ...ops.collective.partial_sum import PartialSum
+from ...ops.linear.precompile import gated_kernels
 from ...ops.linear.quantize_cuda import GATED
 from ..attention import Attention, HeadNorms
 from ..cache import PagedKVCache
@@ -21,7 +22,7 @@ from ..decoder import AttentionInputs, Decoder, ExpertsUse, LinearUse, SeenRows
 from ..folding import build
 from ..kinds import InputKind
 from ..kv_format import KVFormat, KVScales, kv_format
-from ..layers import Layer, Linear, Sampling, tensors_of
+from ..layers import Layer, Linear, Sampling, mlp_after_norm, tensors_of
 from ..layout import DecoderLayout
 from ..modules import Module, TensorSpec, uneven_width
 from ..norms import Addend, Norm, summed
@@ -235,7 +236,9 @@ class Llama(Decoder):
             found += linear.kernels(kind, self.config.dtype)
         for _, experts in self.experts():
             found += experts.kernels(self.config.dtype)
-        if self.communicator is not None:
+        if self.communicator is None:
+            found += gated_kernels(self.config.activation, found)
+        else:
             found += collective_kernels(self.config.dtype, self.communicator.size, found)
         return found
 
@@ -328,8 +331,8 @@ class Llama(Decoder):
         if layer.attention_output_norm is not None:
             x = layer.attention_output_norm(x)
         norm = layer.post_attention_norm
-        gate_up, residual = layer.gate_up.after_norm(x, residual, norm, n_active)
-        x = layer.down.after_activation(gate_up, self.config.activation, n_active)
+        kind = self.config.activation
+        x, residual = mlp_after_norm(layer.gate_up, layer.down, x, residual, norm, kind, n_active)
         if layer.mlp_output_norm is not None:
             x = layer.mlp_output_norm(x)
         return x, residual

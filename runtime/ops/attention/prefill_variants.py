@@ -115,7 +115,8 @@ class AttentionPrefill(Variant):
         return {
             "OSTINATO_HEAD_DIM": str(self.head_dim),
             "OSTINATO_VALUE_DIM": str(self.value_dim),
-            "OSTINATO_TYPE": _PREFILL_TYPES[self.dtype],
+            "OSTINATO_TYPE": _PREFILL_TYPES[self.operands],
+            "OSTINATO_QUERY": _PREFILL_TYPES[self.dtype],
             "OSTINATO_CACHE": (
                 "Same" if self.kv_dtype == self.dtype else self.kv_dtype.capitalize()
             ),
@@ -126,6 +127,11 @@ class AttentionPrefill(Variant):
             "OSTINATO_CONSUMERS": str(warpgroups),
             "OSTINATO_SOURCE": {"packed": "Packed", "pages": "Pages", "slots": "Slots"}[self.keys],
         }
+
+    @property
+    def operands(self) -> str:
+        """What is multiplied: 8 bits become fp16 sooner than bf16."""
+        return self.dtype if self.kv_dtype == self.dtype else "fp16"
 
     @property
     def tile_queries(self) -> int:

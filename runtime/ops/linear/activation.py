@@ -188,7 +188,7 @@ def _activation(x: torch.Tensor, kind: str, out: torch.Tensor) -> None:
         out.copy_(activated(x, kind))
 
 
-def _activation_quantize(
+def activation_quantize_into(
     x: torch.Tensor,
     kind: str,
     scale: torch.Tensor | None,
@@ -200,6 +200,7 @@ def _activation_quantize(
     *,
     discard_x: bool = False,
 ) -> None:
+    """Do `activation_quantize` with checked arguments."""
     check_static_values(scale, zero_point, check_scales)
     if has_kernel(Quantize, x):
         quantize_rows(
@@ -222,10 +223,10 @@ _activation_op = register("activation(Tensor x, str kind, Tensor(a!) out) -> ()"
 _activation_quantize_op = register(
     "activation_quantize(Tensor x, str kind, Tensor? scale, Tensor? zero_point, "
     "bool check_scales, Tensor(a!) out, Tensor(b!)? scale_out, Tensor? n_active=None) -> ()",
-    _activation_quantize,
+    activation_quantize_into,
 )
 _activation_quantize_discarding_op = register(
     "activation_quantize_discarding(Tensor(a!) x, str kind, Tensor? scale, Tensor? zero_point, "
     "bool check_scales, Tensor(b!) out, Tensor(c!)? scale_out, Tensor? n_active=None) -> ()",
-    partial(_activation_quantize, discard_x=True),
+    partial(activation_quantize_into, discard_x=True),
 )

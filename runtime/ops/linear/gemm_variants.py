@@ -62,6 +62,7 @@ class GemmSmallM(Variant):
             "OSTINATO_TOKEN_WARPS": str(self.token_warps),
             "OSTINATO_ROW_TILES": str(self.row_tiles),
             "OSTINATO_X_SLOTS": str(self.x_slots),
+            "OSTINATO_PAIRED_TILES": "0",
         }
 
 

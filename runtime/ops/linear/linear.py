@@ -191,23 +191,28 @@ def check_weight(
     out_dtype: torch.dtype,
     device: torch.device,
     dtypes: tuple[torch.dtype, ...] = checks.QUANTIZED_DTYPES,
+    *,
+    prefix: str = "",
 ) -> int:
-    """Check what belongs to the weight of a W8A8 layer for x [M, K], and return its N."""
-    k = x_shape[1]
+    """Check what belongs to the weight of a W8A8 layer for x [M, K], and return its N.
+
+    What messages call w, w_scale and bias begins with `prefix`.
+    """
+    k, name = x_shape[1], f"{prefix}w"
     if isinstance(w, PackedWeight):
         if w.k != k:
-            raise ValueError(f"w: got shape {list(w.shape)}, expected [N, {k}]")
-        checks.tensor("w", w.data, dtypes, w.data.shape, device)
+            raise ValueError(f"{name}: got shape {list(w.shape)}, expected [N, {k}]")
+        checks.tensor(name, w.data, dtypes, w.data.shape, device)
     else:
-        checks.tensor("w", w, dtypes, ("N", k), device)
+        checks.tensor(name, w, dtypes, ("N", k), device)
     columns = w.shape[0]
     check_tiles(x_shape, w.shape)
     if w.dtype is torch.int8:
         check_int32_sums(k, largest=128)
-    checks.scalar_or_vector("w_scale", w_scale, torch.float32, columns, device)
+    checks.scalar_or_vector(f"{name}_scale", w_scale, torch.float32, columns, device)
     checks.option("out_dtype", out_dtype, checks.FLOAT_DTYPES)
     if bias is not None:
-        checks.tensor("bias", bias, (out_dtype, torch.float32), (columns,), device)
+        checks.tensor(f"{prefix}bias", bias, (out_dtype, torch.float32), (columns,), device)
     return columns
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,12 +17,19 @@ from ...jit.variant import Variant
 from ..common.device import KERNEL_NAMES, device_index, gpu, runs
 from . import tile_table, tile_tuning
 from .block_scales import SCALE_CHANNELS
-from .fused_cuda import fused_kernel
+from .fused_cuda import ActivatedLinear, FusedLinear, activated_kernel, fused_kernel
 from .gemm_variants import BLOCK_E4M3, GemmSmallM, sharing
 from .linear import DTYPES_16_BIT
-from .quantize_cuda import GROUP, input_kernel
+from .quantize_cuda import GATED, GROUP, input_kernel
 
-__all__ = ["Variant", "block_kernels", "dense_layer_kernels", "layer_kernels", "precompile"]
+__all__ = [
+    "Variant",
+    "block_kernels",
+    "dense_layer_kernels",
+    "gated_kernels",
+    "layer_kernels",
+    "precompile",
+]
 
 
 def layer_kernels(
@@ -58,9 +66,33 @@ def layer_kernels(
     found: list[Variant] = [input_kernel(kind, activations, dtype, asymmetric=asymmetric), *gemms]
     streams = any(isinstance(gemm, GemmSmallM) for gemm in gemms)
     if streams and not asymmetric:
-        fused = fused_kernel(kind, activations, shape[1], dtype, out_dtype or activations)
+        results = out_dtype or activations
+        fused: Variant | None
+        if kind in GATED:
+            fused = activated_kernel(shape[1], dtype, results)
+        else:
+            fused = fused_kernel(kind, activations, shape[1], dtype, results)
         found += [] if fused is None else [fused]
     return found
+
+
+def gated_kernels(kind: str, beside: Iterable[Variant]) -> list[Variant]:
+    """Return what the first layers of MLPs may launch, whose second layers are among `beside`.
+
+    Args:
+        kind: of the activation.
+        beside: all else that a model launches. Each layer behind a norm may be of gates and ups.
+    """
+    kernels = dict.fromkeys(beside)
+    if kind not in GATED or not any(isinstance(kernel, ActivatedLinear) for kernel in kernels):
+        return []
+    return [
+        replace(kernel, activation=kind)
+        for kernel in kernels
+        if isinstance(kernel, FusedLinear)
+        and kernel.kind == "rms_norm"
+        and kernel.in_dtype == kernel.out_dtype
+    ]
 
 
 def block_kernels(

@@ -19,18 +19,21 @@ _CASES = effort(10, 60)
 _CONVERTED = 4 * 2 * 256 * 256
 
 
-def _variant(kv_dtype: str, keys: str, head_dim: int = 128, **how: bool | int) -> AttentionPrefill:
-    return AttentionPrefill(head_dim=head_dim, dtype="bf16", kv_dtype=kv_dtype, keys=keys, **how)
+def _variant(
+    kv_dtype: str, keys: str, head_dim: int = 128, dtype: str = "bf16", **how: bool | int
+) -> AttentionPrefill:
+    return AttentionPrefill(head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, keys=keys, **how)
 
 
 _USUAL = _variant("e4m3", "packed")
 _WIDE = _variant("e4m3", "packed", warpgroups=3)
+_OF_TOKENS = _variant("int8", "slots", token_scales=True)
 _OF_TOKENS_64 = _variant("e4m3", "slots", head_dim=64, token_scales=True)
 _VARIANTS = (
     _USUAL,
     _variant("e4m3", "slots", warpgroups=3),
     _variant("int8", "slots", head_dim=256),
-    _variant("int8", "slots", token_scales=True),
+    _OF_TOKENS,
     _OF_TOKENS_64,
     AttentionPrefill(head_dim=128, dtype="fp16", kv_dtype="e4m3", keys="packed", token_scales=True),
 )
@@ -70,16 +73,14 @@ def test_every_schedule_gives_the_right_rows(
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize(
-    "variant", effort([_USUAL], [_USUAL, _WIDE]), ids=lambda variant: variant.name
-)
+@pytest.mark.parametrize("warpgroups", effort([0], [0, 3]))
 def test_bits_are_those_of_dequantised_keys_and_values(
-    sources: Path, variant: AttentionPrefill, tmp_path: Path
+    sources: Path, warpgroups: int, tmp_path: Path
 ) -> None:
     """Of the 16-bit kernel, where scales are powers of two."""
     results = []
-    warpgroups = variant.warpgroups
-    for kernel in (variant, _variant("bf16", "packed", warpgroups=warpgroups)):
+    for kv_dtype in ("e4m3", "fp16"):
+        kernel = _variant(kv_dtype, "packed", dtype="fp16", warpgroups=warpgroups)
         done, path = _run(sources, kernel, tmp_path, "exact")
         assert done.returncode == 0, done.stdout[-3000:]
         results.append(path.read_bytes())
@@ -89,23 +90,24 @@ def test_bits_are_those_of_dequantised_keys_and_values(
 
 @long_only
 @pytest.mark.parametrize(
-    ("variant", "file", "call"),
+    ("variant", "call", "instead"),
     [
-        (_USUAL, "kv_dequantizer.cuh", "wait(&barriers.empty[position.slot], "),
-        # Where the ring of keys is longer than that of scales.
-        (_OF_TOKENS_64, "kv_dequantizer.cuh", "wait(scales_empty_of(shared_, position.slot), "),
+        (_USUAL, "wait(&barriers_of<What>(shared_).empty[position.slot], ", ""),
+        (_WIDE, "return __all_sync(0xffffffff, is_complete(", "return true;"),
+        (_WIDE, "wait_copies<1>();\n      } else {", ""),
+        (_OF_TOKENS, "wait(scales_empty_of(shared_, position.slot), ", ""),
     ],
-    ids=["for a stage", "for scales"],
+    ids=["for a stage", "for a stage ahead", "for copies", "for scales"],
 )
 def test_a_missing_wait_is_found(
-    sources: Path, tmp_path: Path, variant: AttentionPrefill, file: str, call: str
+    sources: Path, tmp_path: Path, variant: AttentionPrefill, call: str, instead: str
 ) -> None:
     sources = shutil.copytree(sources, tmp_path / "csrc")
-    path = sources / "attention" / "prefill" / file
+    path = sources / "attention" / "prefill" / "kv_dequantizer.cuh"
     text = path.read_text()
     assert text.count(call) == 1
     end = text.index(";", text.index(call)) + 1
-    path.write_text(text[: text.index(call)] + text[end:])
+    path.write_text(text[: text.index(call)] + instead + text[end:])
     done, _ = _run(sources, variant, tmp_path)
     assert done.returncode != 0
 

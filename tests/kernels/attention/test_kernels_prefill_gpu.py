@@ -51,6 +51,8 @@ _VARIANTS = (
 def _sites(variant: AttentionPrefill) -> tuple[str, ...]:
     if variant.token_scales:
         return (*_SITES, "prefill_dequantize", "prefill_scales", "prefill_scales_release")
+    if variant.operands != variant.dtype:
+        return (*_SITES, "prefill_dequantize", "prefill_queries_convert")
     if variant.kv_dtype != variant.dtype:
         return (*_SITES, "prefill_dequantize")
     of_values = "prefill_transpose" if variant.dtype == "e4m3" else "prefill_values_clear"

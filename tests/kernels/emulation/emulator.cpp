@@ -8,7 +8,7 @@
 #include "common/launch.cuh"
 #include "common/mbarrier.cuh"
 
-emulator::Index threadIdx, blockIdx, blockDim, gridDim;
+emulator::Index threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulator {
 

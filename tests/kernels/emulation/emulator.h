@@ -68,7 +68,7 @@ bool any_thread(bool value);  // of the CTA; all of it meets
 
 }  // namespace emulator
 
-extern emulator::Index threadIdx, blockIdx, blockDim, gridDim;
+extern emulator::Index threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulator {
 
@@ -154,9 +154,17 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
-inline int __float2int_rn(float x) { return x != x ? 0 : static_cast<int>(std::nearbyint(x)); }
+inline float __saturatef(float x) { return x > 0 ? std::min(x, 1.0f) : 0.0f; }
+// Rounds down; the sum is exact in fp64 as its users have it.
+inline float __fmaf_rd(float a, float b, float c) {
+  const double exact = std::fma(static_cast<double>(a), b, c);
+  const float near = static_cast<float>(exact);
+  return near <= exact ? near : std::nextafter(near, -std::numeric_limits<float>::infinity());
+}
+inline int __float2int_rn(float x) { return std::isnan(x) ? 0 : static_cast<int>(std::rint(x)); }
 inline float __uint_as_float(unsigned bits) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));

@@ -26,7 +26,7 @@ struct Case {
   float scale, softcap;
   bool scale_of_head;
   std::vector<int> q_lens, k_lens, q_ends, k_ends, table;
-  std::vector<Type> q;
+  std::vector<QueryType> q;
   std::vector<CacheType> keys, values;
   std::vector<float> sinks, k_scale, v_scale;  // with scales of tokens one for each row
 
@@ -119,8 +119,10 @@ Case make_case(std::mt19937_64& random, bool exact) {
     made.v_scale.assign(slots * made.heads_kv, NAN);
   }
   // The greatest of the values' scales: far from 1, if the output's type has the range.
-  const int most = std::is_same_v<Type, __half> ? 6 : 20;
+  const int most = std::is_same_v<OutType, __half> ? 6 : 20;
   const float magnitude = std::exp2(static_cast<float>(draw(-most, most)));
+  // By which they rise or fall in 32 tokens, likewise.
+  const float drift = most == 6 ? 0.0f : static_cast<float>(draw(-1, 1));
   for (int b = 0, used = 0; b < made.batch; ++b) {
     const int first = made.q_lens[b] > 0 ? made.first_key(b, 0) : made.k_lens[b];
     const int stop = made.q_lens[b] > 0 ? made.stop_key(b, made.q_lens[b] - 1) : 0;
@@ -140,7 +142,8 @@ Case make_case(std::mt19937_64& random, bool exact) {
         const size_t row = made.row(b, token, head);
         if (kTokenScales) {
           made.k_scale[row] = unit * (0.2f + draw(0, 9) * 0.2f);
-          made.v_scale[row] = draw(0, 40) == 0 ? 0.0f : magnitude * (0.05f + draw(0, 9) * 0.1f);
+          const float usual = magnitude * std::exp2(drift * static_cast<float>(token) / 32);
+          made.v_scale[row] = draw(0, 40) == 0 ? 0.0f : usual * (0.05f + draw(0, 9) * 0.1f);
         }
         for (int i = 0; i < kDim; ++i) {
           made.keys[row * kDim + i] = element(random, made.scale_of(made.k_scale, row));
@@ -155,7 +158,7 @@ Case make_case(std::mt19937_64& random, bool exact) {
     }
   }
   for (int i = 0; i < made.q_ends.back() * made.heads_q() * kDim; ++i) {
-    made.q.push_back(Type(normal(random)));
+    made.q.push_back(QueryType(normal(random)));
   }
   if (!kDequantizes) {
     made.k_scale.clear();
@@ -206,7 +209,7 @@ std::vector<double> exact_row(const Case& of, int sequence, int query, int head)
 }
 
 // Whether a row is right; a NaN must be where there is one.
-bool is_right(const std::vector<double>& expected, const Type* out, float lse) {
+bool is_right(const std::vector<double>& expected, const OutType* out, float lse) {
   double error = 0, norm = 0;
   for (int d = 0; d < kValueDim; ++d) {
     const double got = static_cast<float>(out[d]);
@@ -247,11 +250,12 @@ bool run_case(int seed, bool exact, std::FILE* results) {
   emulator::seed(seed * 31 + kConsumers);
   emulator::sms = 1 + seed % 3;
   ostinato_prepare();
-  Type* const q = aligned_copy(made.q);
+  QueryType* const q = aligned_copy(made.q);
   CacheType* const keys = aligned_copy(made.keys);
   CacheType* const values = aligned_copy(made.values);
   const int rows = made.q_ends.back() * made.heads_q();
-  Type* const out = aligned_copy(std::vector<Type>(size_t{1} * rows * kValueDim, Type(NAN)));
+  OutType* const out =
+      aligned_copy(std::vector<OutType>(size_t{1} * rows * kValueDim, OutType(NAN)));
   std::vector<float> lse(rows, NAN);
   uint32_t workspace[2] = {};
   const int64_t slot = int64_t{1} * made.heads_kv * kDim;
@@ -311,7 +315,7 @@ bool run_case(int seed, bool exact, std::FILE* results) {
     }
   }
   std::printf(", wrong: %d\n", wrong);
-  std::fwrite(out, sizeof(Type), size_t{1} * rows * kValueDim, results);
+  std::fwrite(out, sizeof(OutType), size_t{1} * rows * kValueDim, results);
   std::fwrite(lse.data(), sizeof(float), lse.size(), results);
   for (void* const block : {static_cast<void*>(q), static_cast<void*>(keys),
                             static_cast<void*>(values), static_cast<void*>(out)}) {

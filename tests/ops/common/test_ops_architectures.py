@@ -81,7 +81,7 @@ def test_a_new_gpu_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
         ((8, 0), 11, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
         ((8, 6), 11, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
         ((8, 9), 11, "torch (_int_mm)", "torch (_scaled_mm)"),
-        (HOPPER, 21, "kernel (sm_90a)", "kernel (sm_90a)"),
+        (HOPPER, 22, "kernel (sm_90a)", "kernel (sm_90a)"),
         ((10, 0), 11, "torch (_int_mm)", "torch (_scaled_mm)"),
         ((12, 1), 11, "torch (_int_mm)", "torch (_scaled_mm)"),
     ],

@@ -214,6 +214,11 @@ CALLS: dict[str, Callable[[Tensors], Any]] = {
     "rms_norm_w8a8_linear": lambda t: ops.rms_norm_w8a8_linear(
         *norm(t), t["w8"], t["w_scale"], residual=t["residual"], batch_invariant=True
     ),
+    "rms_norm_w8a8_mlp": lambda t: ops.rms_norm_w8a8_mlp(
+        *(*norm(t), t["w8"], t["w_scale"], t["w8"][:, : N // 2], t["w_scale"], "silu_mul"),
+        residual=t["residual"],
+        batch_invariant=True,
+    ),
     "rms_norm_w8a8_logits": lambda t: ops.rms_norm_w8a8_logits(
         *(*norm(t), t["head8"], t["head_scale"]),
         temperature=t["temperature"],

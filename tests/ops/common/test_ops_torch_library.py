@@ -218,6 +218,10 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
             *(x, w, 1e-6, randn(3, 16), w8, w_scale, bias, None, False),
             *(empty(3, 8), empty(3, 16)),
         ],
+        "rms_norm_w8a8_mlp": lambda: [
+            *(x, w, 1e-6, randn(3, 16), w8, w_scale, bias, w8[:, :4].clone(), randn(8), randn(8)),
+            *(4, "gelu_mul", None, False, empty(3, 8), empty(3, 16)),
+        ],
         "sample": lambda: sample_arguments(device, draw),
         "softcap": lambda: [
             *(x, 2.5, torch.tensor([(0.0, 0.7, 0.0), (0.0, 0.0, 0.9)][draw], device=device)),

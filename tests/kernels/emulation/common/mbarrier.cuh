@@ -78,6 +78,12 @@ inline void wait(uint64_t* barrier, uint32_t parity) {
     emulator::yield("nothing");
   }
 }
+// Who asks waits for another answer, or does something else.
+inline bool is_complete(uint64_t* barrier, uint32_t parity) {
+  const uint32_t address = shared_address(barrier);
+  emulator::yield("a barrier's phase", address);
+  return barrier_at(emulator::rank, address).phase != parity;
+}
 inline void sync_named(int barrier, int threads) { emulator::sync_at_named(barrier, threads); }
 inline void arrive_named(int barrier, int threads) { emulator::arrive_at_named(barrier, threads); }
 

@@ -1,4 +1,4 @@
-// The host has no instructions of sm_90, but stands in for its clusters and launches.
+// The GPU that is emulated has clusters; what it lacks is done by other instructions.
 #pragma once
 
 namespace ostinato {
