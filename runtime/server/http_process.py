@@ -86,6 +86,7 @@ class HttpProcess:
             self._channel.send(limits)
             hosting.start()
             code = self._process.wait()
+            self._channel.close()
             hosting.join()
         alive = engine.alive
         engine.stop()
