@@ -28,9 +28,10 @@ def test_sizes_rise_to_the_most(most: int) -> None:
     sizes = prefill_sizes(most)
     assert sizes[-1] == most
     assert sizes[0] <= 146
-    assert len(sizes) <= 2 * most.bit_length()
+    assert len(sizes) <= 4 * most.bit_length()
     for smaller, larger in pairwise(sizes):
-        assert smaller < larger <= smaller * (16 / 7 if smaller < 512 else 12 / 7)
+        step = 16 / 7 if smaller < 512 else 12 / 7 if smaller < 1024 else 10 / 7
+        assert smaller < larger <= smaller * step
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_sizes_rise_to_the_most(most: int) -> None:
         (1, (1,)),
         (140, (140,)),
         (200, (128, 200)),
-        (2048, (128, 256, 512, 768, 1024, 1536, 2048)),
+        (2048, (128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)),
     ],
 )
 def test_sizes(most: int, sizes: tuple[int, ...]) -> None:
