@@ -65,7 +65,7 @@ class Engine:
             4 GiB of host memory.
         prefill_chunk: prompt tokens computed at once, a multiple of `page_size`; 512 by default.
             Prefixes are shared between prompts in parts of it (`sharing_unit`).
-        max_prefill_tokens: prompt tokens of one step; half of them while as many texts grow.
+        max_prefill_tokens: prompt tokens of a step; a quarter of them while as many texts grow.
         l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
         kv_cache_dtype: of the KV cache. "auto" is the 8 bits that the checkpoint is made for, if it
             is, and else the model's dtype; "fp8" and "int8" take half the memory; "bf16", "fp16" or
@@ -99,7 +99,7 @@ class Engine:
         page_size: int = 16,
         num_pages: int | None = None,
         prefill_chunk: int | None = None,
-        max_prefill_tokens: int = 4096,
+        max_prefill_tokens: int = 8192,
         l2_partitioned: bool = True,
         kv_cache_dtype: str = "auto",
         kv_scales: ScaleKind | None = None,

@@ -108,9 +108,9 @@ class Scheduler:
     def prefill_chunks(self, max_tokens: int) -> list[PrefillChunk]:
         """Return the next chunk of each unfinished prompt, oldest first, up to `max_tokens`.
 
-        Up to half of it while no fewer texts grow, which all wait for these chunks in every step,
-        unless it takes all prompts to their end: more prompts than texts, or the last ones, are
-        sooner done in fewer, longer steps.
+        Up to a quarter of it while no fewer texts grow, which all wait for these chunks in every
+        step, unless half of it takes all prompts to their end: more prompts than texts, and the
+        last ones, hold up fewer tokens in fewer, longer steps.
 
         Where tokens are left all have another turn, and another. The first chunk is returned
         whatever its size.
@@ -118,8 +118,8 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         waiting = deque((r, r.computed) for r in self.running if not r.prefilled)
         left = sum(len(request.prompt) - start for request, start in waiting)
-        if left > max_tokens and 2 * len(waiting) <= len(self.running):
-            max_tokens //= 2
+        if 2 * len(waiting) <= len(self.running) and left > max_tokens // 2:
+            max_tokens //= 4
         while waiting:
             request, start = waiting.popleft()
             whole = start - start % self.prefill_chunk + self.prefill_chunk

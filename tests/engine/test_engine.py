@@ -179,7 +179,7 @@ def test_every_step_of_a_prompt_is_timed(most: int, steps: int) -> None:
 
 
 def test_texts_go_on_in_every_step_while_a_long_prompt_comes() -> None:
-    engine = make_engine(prefill_chunk=8, max_prefill_tokens=32)
+    engine = make_engine(prefill_chunk=8, max_prefill_tokens=64)
     growing = engine.submit("abc", SamplingParams(max_tokens=60, ignore_eos=True))
     while not engine.step():
         pass
