@@ -119,8 +119,8 @@ def serve(
     config = uvicorn.Config(
         create_app(service),
         http=limited_connection(settings),
-        # Not uvloop, where it is installed: it keeps the interpreter's lock while it sends, which an
-        # engine in this process would wait for, and is no faster where there is none.
+        # Not uvloop, where it is installed: it keeps the interpreter's lock while it sends, which
+        # an engine in this process would wait for, and is no faster where there is none.
         loop="asyncio",
         ws="none",
         interface="asgi3",
