@@ -6,9 +6,7 @@
 //
 // A warp selects for a token. For few tokens one CTA does all. Of more, CTAs have segments: they
 // select, count the slots of each expert, and plan once all have counted. A cluster does that in
-// one launch, any number of CTAs in two. Nothing of a row depends on which. Beside one CTA or a
-// cluster, others may have the L2 fetch weights (fetch.cuh): beside one they select, too, as fast
-// as it does, and know which.
+// one launch, any number of CTAs in two. Nothing of a row depends on which.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -16,8 +14,6 @@
 #include "common/check.h"
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
-#include "common/sizes.cuh"
-#include "fetch.cuh"
 #include "params.h"
 #include "plan.cuh"
 #include "select.cuh"
@@ -33,7 +29,6 @@ constexpr int kSelectWarps = 16;  // of a CTA that selects for a segment
 constexpr int kPlanWarps = 32;    // of one that plans it
 constexpr int kFewTokens = 32;    // that one CTA routes
 constexpr int kRoundSlots = 4096;
-constexpr int kMostFetchCtas = 1024;
 constexpr int kMostClusterSlots = kSelectWarps * kMostTopK;  // of a CTA, whose warps have a token
 
 // Warps of the CTA that routes few tokens: as many as registers allow.
@@ -53,14 +48,14 @@ __host__ __device__ inline int selection_bytes(const MoeRouteParams& p, int warp
   return p.groups > 1 ? warps * even(p.experts) * static_cast<int>(sizeof(float)) : 0;
 }
 
-// Selects for the tokens from `first` to `stop`, by all warps of a CTA. `records`: see Selection.
+// Selects for the tokens from `first` to `stop`, by all warps of a CTA.
 template <int kPerLane>
 __device__ __forceinline__ void select_tokens(const MoeRouteParams& p, uint8_t* storage,
-                                              int* counts, int* ids, int first, int stop, int warps,
-                                              bool records = true) {
+                                              int* counts, int* ids, int first, int stop,
+                                              int warps) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   float* const memory = reinterpret_cast<float*>(storage) + warp * p.experts;
-  Selection<kPerLane> selection(p, memory, counts, ids, records);
+  Selection<kPerLane> selection(p, memory, counts, ids);
   const int active = p.n_active == nullptr ? p.tokens : *p.n_active;
   for (int token = first + warp; token < stop; token += warps) {
     selection.run(token, token < active);
@@ -70,13 +65,6 @@ __device__ __forceinline__ void select_tokens(const MoeRouteParams& p, uint8_t* 
 template <int kPerLane>
 __global__ void __launch_bounds__(kFewWarps<kPerLane> * 32, 1)
     route_few(const __grid_constant__ MoeRouteParams p) {
-  const bool fetches = is_to_fetch(p);
-  if (fetches && may_choose_any(p)) {
-    fetch_weights(p, nullptr);
-    if (choose_most(p)) {
-      return;
-    }
-  }
   extern __shared__ __align__(1024) uint8_t storage[];
   constexpr int kWarps = kFewWarps<kPerLane>;
   int* const ids = reinterpret_cast<int*>(storage + selection_bytes(p, kWarps));
@@ -87,12 +75,7 @@ __global__ void __launch_bounds__(kFewWarps<kPerLane> * 32, 1)
   // Not before the wait: see csrc/embed.
   let_successor_start();
   __syncthreads();
-  select_tokens<kPerLane>(p, storage, planner.counts(), ids, 0, p.tokens, kWarps, !fetches);
-  if (fetches) {
-    __syncthreads();
-    fetch_weights(p, planner.counts());
-    return;
-  }
+  select_tokens<kPerLane>(p, storage, planner.counts(), ids, 0, p.tokens, kWarps);
   planner.run();
 }
 
@@ -146,12 +129,6 @@ __global__ void __launch_bounds__(kPlanWarps * 32, 1)
 template <int kPerLane>
 __global__ void __launch_bounds__(kSelectWarps * 32, 1)
     route_cluster(const __grid_constant__ MoeRouteParams p) {
-  if (is_to_fetch(p)) {
-    if (may_choose_any(p)) {
-      fetch_weights(p, nullptr);
-    }
-    return;
-  }
   extern __shared__ __align__(1024) uint8_t storage[];
   const int segment = static_cast<int>(blockIdx.x);
   int* const counts = reinterpret_cast<int*>(storage + selection_bytes(p, kSelectWarps));
@@ -189,12 +166,6 @@ bool is_valid(const MoeRouteParams& p) {
   return p.experts > 0 && p.experts <= kMostExperts && p.top_k > 0 && p.top_k <= kMostTopK &&
          p.groups > 0 && p.groups <= kMostGroups && p.experts % p.groups == 0 && p.top_groups > 0 &&
          p.top_groups <= p.groups && p.top_k <= p.experts / p.groups * p.top_groups &&
-         (p.next_w == nullptr ||
-          (aligned(p.next_w, 16) && p.next_tile_bytes % 16 == 0 && p.next_ctas > 0 &&
-           p.fetch_ctas > 0 && p.fetch_ctas % 8 == 0 && p.fetch_ctas <= kMostFetchCtas &&
-           p.next_cta_tiles > 0 && p.next_budget > 0 &&
-           int64_t(p.next_ctas) * p.next_cta_tiles <= INT32_MAX / kMostExperts &&
-           p.next_tile_bytes > 0 && p.next_tile_bytes <= INT32_MAX / 2)) &&
          p.tile_tokens > 0 && slots <= INT32_MAX - 1024 && p.tokens >= 0 && segments &&
          p.offsets != nullptr && p.n_tiles != nullptr && aligned(p.tiles, sizeof(int4)) &&
          (p.tokens == 0 || (p.logits != nullptr && p.ids != nullptr && p.weights != nullptr &&
@@ -208,9 +179,7 @@ cudaError_t route(const MoeRouteParams& p, cudaStream_t stream) {
   config.pdl = p.pdl != 0;
   config.grid = dim3(static_cast<uint32_t>(p.segments));
   const int slots = segment_slots(p);
-  const uint32_t fetching = p.next_w != nullptr && kHasClusters ? p.fetch_ctas : 0;
   if (p.segments == 1) {
-    config.grid.x += fetching;
     constexpr int kWarps = kFewWarps<kPerLane>;
     config.block = dim3(kWarps * 32);
     config.dynamic_smem = selection_bytes(p, kWarps) + even(slots) * kElement +
@@ -221,7 +190,6 @@ cudaError_t route(const MoeRouteParams& p, cudaStream_t stream) {
   config.dynamic_smem = selection_bytes(p, kSelectWarps) + even(p.experts) * kElement;
   if (suits_cluster(p)) {
     config.cluster = config.grid;
-    config.grid.x += fetching;  // whole clusters
     config.dynamic_smem += PlanMemory::bytes(p.experts, kSelectWarps, slots);
     return launch(route_cluster<kPerLane>, config, stream, p);
   }

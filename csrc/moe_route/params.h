@@ -34,20 +34,7 @@ struct MoeRouteParams {
   OSTINATO_FIELD(float, routed_scale);
   OSTINATO_FIELD(int32_t, groups);
   OSTINATO_FIELD(int32_t, top_groups);
-  OSTINATO_FIELD(int32_t, top2);  // a group's worth: 1, the sum of its two best, or its best
-  // Packed experts that are multiplied next by a grid of next_ctas, or null. An expert has
-  // next_expert_tiles packed tiles of next_tile_bytes, a CTA's tile next_cta_tiles. Of tokens that
-  // one CTA or a cluster routes, the L2 fetches at most next_budget bytes of that: of the experts
-  // that were chosen, and if at least next_least_tokens are real, of all before they choose. So
-  // many CTAs ask for it, a multiple of 8, the largest cluster.
-  OSTINATO_OPTIONAL(const void*, next_w);
-  OSTINATO_OPTIONAL(int32_t, fetch_ctas);
-  OSTINATO_OPTIONAL(int32_t, next_ctas);
-  OSTINATO_OPTIONAL(int32_t, next_expert_tiles);
-  OSTINATO_OPTIONAL(int32_t, next_tile_bytes);
-  OSTINATO_OPTIONAL(int32_t, next_cta_tiles);
-  OSTINATO_OPTIONAL(int32_t, next_budget);
-  OSTINATO_OPTIONAL(int32_t, next_least_tokens);
+  OSTINATO_FIELD(int32_t, top2);    // a group's worth: 1, the sum of its two best, or its best
   OSTINATO_OPTIONAL(int32_t, pdl);  // 1: launched with programmatic stream serialization
   OSTINATO_FIELDS_END();
 };

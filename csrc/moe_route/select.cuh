@@ -63,14 +63,12 @@ class Selection {
  public:
   // `memory` has room for an element of each expert, and is needed with groups. `counts`: slots of
   // each expert, to which the token's are added. `ids`: null, or where to leave the ids of all
-  // slots, too. Without `records` nothing but the counts is written.
-  __device__ Selection(const MoeRouteParams& params, float* memory, int* counts, int* ids,
-                       bool records)
+  // slots, too.
+  __device__ Selection(const MoeRouteParams& params, float* memory, int* counts, int* ids)
       : params_(params),
         memory_(memory),
         counts_(counts),
         ids_(ids),
-        records_(records),
         lane_(static_cast<int>(threadIdx.x) % 32) {}
 
   // Writes ids and weights of a token.
@@ -114,10 +112,6 @@ class Selection {
       keep_groups(x, compared, scores, keys);
     }
     const int chosen = choose(keys);  // this lane's slot
-    if (!records_) {
-      store(first, chosen, 0.0F);
-      return;
-    }
     const bool has_slot = lane_ < params_.top_k;
     float weight = has_slot ? scores.of(to_float(logits[chosen])) : 0.0F;
     if (params_.renormalize != 0) {
@@ -132,16 +126,13 @@ class Selection {
 
  private:
   __device__ __forceinline__ void store(int64_t first, int id, float weight) const {
-    if (lane_ >= params_.top_k) {
-      return;
-    }
-    if (id >= 0) {
-      atomicAdd(&counts_[id], 1);
-    }
-    if (records_) {
+    if (lane_ < params_.top_k) {
       params_.ids[first + lane_] = id;
       if (ids_ != nullptr) {
         ids_[first + lane_] = id;
+      }
+      if (id >= 0) {
+        atomicAdd(&counts_[id], 1);
       }
       params_.weights[first + lane_] = weight;
     }
@@ -158,10 +149,6 @@ class Selection {
       most = fmaxf(most, x[i]);  // NaN is found apart
     }
     scores.most = max_of_warp(most);
-    // Where logits are compared and weights are not asked for, nobody looks at scores.
-    if (!records_ && params_.correction_bias == nullptr && params_.groups == 1) {
-      return scores;
-    }
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       sum = __fadd_rn(sum, expf(x[i] - scores.most));
@@ -241,7 +228,6 @@ class Selection {
   float* memory_;
   int* counts_;
   int* ids_;
-  bool records_;
   int lane_;
 };
 

@@ -73,12 +73,12 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     // Not before: what follows may take for granted that the routing has ended.
     let_successor_start();
   }
+  const int tiles = *params.n_tiles;
   if (producer >= 0) {
     if constexpr (kConsumers > 1) {
       give_up_registers<Registers::kSplit.producer>();
     }
-    const Work work(params, plan);
-    TileProducer producers(params, plan, ring, fixed, work);
+    TileProducer producers(params, plan, ring, fixed, tiles);
     if (producer > 0) {
       producers.copy_tokens(producer - 1);
     } else {
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     if constexpr (kConsumers > 1) {
       take_registers<Registers::kSplit.consumer>();
     }
-    Consumer(params, plan, ring, fixed).run(*params.n_tiles);
+    Consumer(params, plan, ring, fixed).run(tiles);
   }
   if (pairs_of(plan) != 0) {
     // The other CTA may still arrive at this one's barriers.
@@ -110,13 +110,7 @@ bool implemented(const MoeLinearParams& params) {
          (!kQuantizes || (params.k % 8 == 0 && params.k <= kSmemLimit)) &&
          (params.power_of_two == 0 || (kQuantizes && kBlockScales)) && params.tile_channels >= 0 &&
          params.tile_channels <= kChannels && params.tile_channels % kTileStep == 0 &&
-         (params.pairs == 0 || (kPairs && params.pairs == 1)) &&
-         (params.next_w == nullptr ||
-          (params.pairs == 0 && aligned(params.next_w, params.next_tile_bytes) &&
-           params.next_expert_tiles > 0 && params.next_tile_channels > 0 &&
-           params.next_tile_channels % kPackedRows == 0 && params.next_tile_channels <= kChannels &&
-           params.next_bytes > 0 && params.next_bytes % 16 == 0 &&
-           params.next_bytes <= params.next_tile_bytes));
+         (params.pairs == 0 || (kPairs && params.pairs == 1));
 }
 
 bool make_plan(const MoeLinearParams& params, Plan* plan) {

@@ -42,15 +42,6 @@ struct MoeLinearParams {
   OSTINATO_OPTIONAL(int32_t, pairs);
   // 1: x has 16 bits, and scales of its groups are rounded up to powers of two.
   OSTINATO_OPTIONAL(int32_t, power_of_two);
-  // Packed experts that are multiplied next, by a launch with the same tiles, or null. The L2
-  // fetches what each of its CTAs begins with: the first next_bytes, a multiple of 16, of every
-  // packed tile of next_tile_bytes. An expert has next_expert_tiles, a CTA's tile
-  // next_tile_channels.
-  OSTINATO_OPTIONAL(const void*, next_w);
-  OSTINATO_OPTIONAL(int32_t, next_expert_tiles);
-  OSTINATO_OPTIONAL(int32_t, next_tile_channels);
-  OSTINATO_OPTIONAL(int32_t, next_tile_bytes);
-  OSTINATO_OPTIONAL(int32_t, next_bytes);
   // 1: the preceding kernel does not write rows, tiles and n_tiles, and began when they were
   // written; they, weights and w_scale are read before it has ended.
   OSTINATO_OPTIONAL(int32_t, early);

@@ -3,63 +3,17 @@
 #pragma once
 
 #include "common/async_copy.cuh"
-#include "common/l2_prefetch.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
 #include "config.cuh"
 
 namespace ostinato::moe {
 
-// How many tiles of rows there are, and with which tile this CTA begins.
-struct Work {
-  int tiles;
-  WorkTile first;
-
-  // By all lanes of a warp. Where tiles are few, the first one is loaded beside their number,
-  // before it is known which it is: that saves the way to the L2 once. Nobody looks at what is
-  // loaded from behind the last.
-  __device__ __forceinline__ Work(const MoeLinearParams& params, const Plan& plan) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int* const entry = params.tiles + (lane < params.max_tiles ? lane : 0) * 4;
-    const int expert = entry[0], first_row = entry[1], stop = entry[2];
-    tiles = *params.n_tiles;
-    if (tiles == 0) {
-      return;
-    }
-    const int index = walk_of(plan, tiles).first, channel_tile = index / tiles;
-    const int tile = index - channel_tile * tiles;
-    if (pairs_of(plan) != 0 || tile >= 32) {
-      first = work_tile_at(params, plan, tiles, index);
-      return;
-    }
-    first.expert = __shfl_sync(0xffffffff, expert, tile);
-    first.first_row = __shfl_sync(0xffffffff, first_row, tile);
-    first.rows = __shfl_sync(0xffffffff, stop, tile) - first.first_row;
-    first.channel = channel_tile * plan.tile_channels;
-    first.shared = false;
-  }
-
-  // Visits this CTA's tiles.
-  template <class Visit>
-  __device__ __forceinline__ void for_each_tile(const MoeLinearParams& params, const Plan& plan,
-                                                const Visit& visit) const {
-    const Walk walk = walk_of(plan, tiles);
-    WorkTile tile = first;
-    for (int index = walk.first; index < walk.count;) {
-      visit(tile);
-      index += walk.stride;
-      if (index < walk.count) {
-        tile = work_tile_at(params, plan, tiles, index);
-      }
-    }
-  }
-};
-
 class Producer {
  public:
   __device__ Producer(const MoeLinearParams& params, const Plan& plan, uint8_t* ring,
-                      Storage& storage, const Work& work)
-      : params_(params), plan_(plan), ring_(ring), storage_(storage), work_(work) {}
+                      Storage& storage, int tiles)
+      : params_(params), plan_(plan), ring_(ring), storage_(storage), tiles_(tiles) {}
 
   // By a warp, of which one thread copies.
   __device__ __forceinline__ void copy_weights(const CUtensorMap& map) {
@@ -75,7 +29,6 @@ class Producer {
         position.advance(plan_.stages);
       }
     });
-    prefetch_next();
   }
 
   // By kTokenWarps warps, of which this one is the `warp`-th.
@@ -116,7 +69,7 @@ class Producer {
 
   template <class Visit>
   __device__ __forceinline__ void for_each_tile(const Visit& visit) {
-    work_.for_each_tile(params_, plan_, visit);
+    moe::for_each_tile(params_, plan_, tiles_, visit);
   }
 
   // The row of x that is a row of a tile, -1 where that does not exist.
@@ -145,28 +98,6 @@ class Producer {
         tma_load(stage + first * plan_.block_bytes, map, 0, packed_tile,
                  step * kStageBlocks + first, full);
       }
-    }
-  }
-
-  // By the thread that loads weights, behind all of its own: memory would be idle from the last of
-  // them until the next product's CTAs have begun. Their tiles follow from the same list.
-  __device__ __forceinline__ void prefetch_next() const {
-    if (params_.next_w == nullptr || work_.tiles == 0) {
-      return;
-    }
-    const int index = static_cast<int>(blockIdx.x), channel_tile = index / work_.tiles;
-    const int cta_tiles = params_.next_tile_channels / kPackedRows;
-    const int begin = channel_tile * cta_tiles;
-    const int stop = min(begin + cta_tiles, params_.next_expert_tiles);
-    if (begin >= stop) {
-      return;  // it has fewer tiles than this grid has CTAs
-    }
-    const int expert = params_.tiles[int64_t(index - channel_tile * work_.tiles) * 4];
-    const uint8_t* const of_expert =
-        static_cast<const uint8_t*>(params_.next_w) +
-        int64_t(expert) * params_.next_expert_tiles * params_.next_tile_bytes;
-    for (int tile = begin; tile < stop; ++tile) {
-      prefetch_to_l2(of_expert + int64_t(tile) * params_.next_tile_bytes, params_.next_bytes);
     }
   }
 
@@ -205,7 +136,7 @@ class Producer {
   const Plan& plan_;
   uint8_t* ring_;
   Storage& storage_;
-  const Work& work_;
+  int tiles_;
 
  private:
   static constexpr int kLaneScales = ceil_div(kTokens, kTokenLanes);

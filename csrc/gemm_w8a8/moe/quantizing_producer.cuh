@@ -20,8 +20,8 @@ namespace ostinato::moe {
 class QuantizingProducer : public Producer {
  public:
   __device__ QuantizingProducer(const MoeLinearParams& params, const Plan& plan, uint8_t* ring,
-                                Storage& storage, const Work& work)
-      : Producer(params, plan, ring, storage, work), waiting_(ring - waiting_bytes(plan)) {}
+                                Storage& storage, int tiles)
+      : Producer(params, plan, ring, storage, tiles), waiting_(ring - waiting_bytes(plan)) {}
 
   // By a warp, of which one thread copies weights. Their block scales come with them: before the
   // preceding kernel has ended, if it may.
@@ -42,9 +42,6 @@ class QuantizingProducer : public Producer {
           position.advance(plan_.stages);
         }
       });
-      if (elect_lane()) {
-        prefetch_next();
-      }
     } else {
       Producer::copy_weights(map);
     }

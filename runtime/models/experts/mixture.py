@@ -14,7 +14,7 @@ from ..kinds import InputKind
 from ..layers import Layer, Linear
 from ..norms import Addend
 from .config import ExpertsConfig
-from .products import Experts, packed_weight
+from .products import Experts
 
 
 @dataclass
@@ -61,9 +61,8 @@ class Mixture:
             top_groups=config.top_groups,
             group_score="top2",
             n_active=n_active,
-            next_w=packed_weight(self.gate_up),
         )
-        y = self.down(self.gate_up(x, plan, n_active, self.down), plan, n_active)
+        y = self.down(self.gate_up(x, plan, n_active), plan, n_active)
         shared = gate = None
         if self.shared_gate_up is not None and self.shared_down is not None:
             gate_up = self.shared_gate_up(x, n_active)

@@ -43,11 +43,7 @@ class Experts(Protocol):
         """The dtype in which the weights are stored."""
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        plan: ops.MoePlan,
-        n_active: torch.Tensor | None = None,
-        following: Experts | None = None,
+        self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the products of the rows that a plan gives each expert.
 
@@ -55,7 +51,6 @@ class Experts(Protocol):
             x: [T, K] if gated, otherwise [T·top_k, K]; 16- or 32-bit.
             plan: the routing of the tokens.
             n_active: int32 [1] on the device, how many of the T tokens are real.
-            following: the products that are next with this plan, whose weights the L2 may fetch.
         """
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -107,7 +102,6 @@ class _StoredExperts(Experts):
         *,
         power_of_two: bool = False,
         n_active: torch.Tensor | None = None,
-        following: Experts | None = None,
     ) -> torch.Tensor:
         return ops.moe_linear(
             x,
@@ -122,7 +116,6 @@ class _StoredExperts(Experts):
             n_active=n_active,
             # Rows of experts come from the first product, or from what quantises them.
             early=not self.gated,
-            next_w=None if following is None else packed_weight(following),
         )
 
 
@@ -131,13 +124,9 @@ class DenseExperts(_StoredExperts):
     """Products with 16- or 32-bit weights in x's dtype."""
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        plan: ops.MoePlan,
-        n_active: torch.Tensor | None = None,
-        following: Experts | None = None,
+        self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._multiply(x, plan, x.dtype, following=following)
+        return self._multiply(x, plan, x.dtype)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
         return experts_kernels(dtype, dtype, dtype)
@@ -156,11 +145,7 @@ class W8A8Experts(_StoredExperts):
     input_scale: torch.Tensor | None = None
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        plan: ops.MoePlan,
-        n_active: torch.Tensor | None = None,
-        following: Experts | None = None,
+        self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
         rows, scale = self._rows(plan, n_active), None
         if self.input_scale is not None:
@@ -169,7 +154,7 @@ class W8A8Experts(_StoredExperts):
                 x, self.input_scale, self.weight.dtype, n_active=rows, scale_out=scale
             )
         given = (x, plan, self.out_dtype, scale, self.weight_scale)
-        return self._multiply(*given, n_active=rows, following=following)
+        return self._multiply(*given, n_active=rows)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
         return experts_kernels(self.weight_dtype, dtype, self.out_dtype)
@@ -188,28 +173,17 @@ class BlockFP8Experts(_StoredExperts):
     power_of_two: bool = False
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        plan: ops.MoePlan,
-        n_active: torch.Tensor | None = None,
-        following: Experts | None = None,
+        self, x: torch.Tensor, plan: ops.MoePlan, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._multiply(
             *(x, plan, self.out_dtype, None, self.weight_scale),
             power_of_two=self.power_of_two,
             n_active=self._rows(plan, n_active),
-            following=following,
         )
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
         shared = block_scales.scale_channels(self.weight_scale[0], self.shape[0])
         return experts_kernels(self.weight_dtype, dtype, self.out_dtype, scale_channels=(shared,))
-
-
-def packed_weight(experts: Experts) -> ops.PackedExperts | None:
-    """Return the weights of products if they are packed: of that the L2 can fetch some ahead."""
-    weight = experts.weight if isinstance(experts, _StoredExperts) else None
-    return weight if isinstance(weight, ops.PackedExperts) else None
 
 
 def experts_kernels(

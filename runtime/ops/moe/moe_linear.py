@@ -16,7 +16,7 @@ from ..linear.quantize_cuda import GROUP
 from ..linear.quantize_groups import quantize_per_group
 from .moe_linear_cuda import MoeLinear, moe_gemm, quantizes_rows
 from .moe_linear_torch import multiply_rows
-from .packed_experts import PackedExperts, check_next
+from .packed_experts import PackedExperts
 from .plan import MoePlan, check_plan
 
 DESTINATIONS = ("experts", "slots")
@@ -35,7 +35,6 @@ def moe_linear(
     power_of_two: bool = False,
     n_active: torch.Tensor | None = None,
     early: bool = False,
-    next_w: PackedExperts | None = None,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
@@ -82,8 +81,6 @@ def moe_linear(
         early: let a kernel read the plan, packed weights and w_scale while the one before it on the
             stream is still running, which must not write them then: it is to be the first product,
             or what quantises its result, not `moe_route`.
-        next_w: weights that are multiplied next with this plan, constants: where few tokens are
-            routed, a kernel has the L2 fetch what that launch begins with. A hint, of no bit.
         out: written and returned; [T·top_k, N or N / 2] of `out_dtype` for `to="experts"`,
             otherwise [T, top_k, N or N / 2] whose slots are dense; allocated when None.
         stream: see `ostinato.ops`.
@@ -117,7 +114,6 @@ def moe_linear(
             "power_of_two: got True, expected False where x is not quantised by groups"
         )
     checks.active(n_active, device)
-    check_next(next_w, plan.experts, device)
     width = channels // 2 if gated else channels
     shape = (slots, width) if to == "experts" else (plan.tokens, plan.top_k, width)
     if out is not None:
@@ -130,7 +126,7 @@ def moe_linear(
         weight = w.data if isinstance(w, PackedExperts) else w
         _op(
             *(x, weight, x_scale, w_scale, channels, to == "experts", gated, early),
-            *(power_of_two, n_active, None if next_w is None else next_w.data),
+            *(power_of_two, n_active),
             *(plan.ids, plan.rows, plan.offsets, plan.tiles, plan.n_tiles, plan.tile_tokens),
             out,
         )
@@ -248,7 +244,6 @@ def _moe_linear(
     early: bool,
     power_of_two: bool,
     n_active: torch.Tensor | None,
-    next_w: torch.Tensor | None,
     ids: torch.Tensor,
     rows: torch.Tensor,
     offsets: torch.Tensor,
@@ -269,16 +264,15 @@ def _moe_linear(
             x, x_scale = quantize_per_token(x, w.dtype, n_active=n_active)
     if kernel:
         how = (channels, to_experts, gated, early, power_of_two, ids.size(1))
-        lists = (rows, experts, tiles, n_tiles, tile_tokens)
-        moe_gemm(x, w, x_scale, w_scale, *how, *lists, next_w, out)
+        moe_gemm(x, w, x_scale, w_scale, *how, rows, experts, tiles, n_tiles, tile_tokens, out)
         return
     multiply_rows(x, w, x_scale, w_scale, channels, to_experts, gated, ids, rows, offsets, out)
 
 
 _op = register(
     "moe_linear(Tensor x, Tensor w, Tensor? x_scale, Tensor? w_scale, int channels, "
-    "bool to_experts, bool gated, bool early, bool power_of_two, Tensor? n_active, Tensor? next_w, "
-    "Tensor ids, Tensor rows, Tensor offsets, Tensor tiles, Tensor n_tiles, int tile_tokens, "
+    "bool to_experts, bool gated, bool early, bool power_of_two, Tensor? n_active, Tensor ids, "
+    "Tensor rows, Tensor offsets, Tensor tiles, Tensor n_tiles, int tile_tokens, "
     "Tensor(a!) out) -> ()",
     _moe_linear,
 )

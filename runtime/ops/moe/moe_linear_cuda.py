@@ -33,12 +33,6 @@ QUANTIZED_TILE = TILE_TOKENS[0]  # rows of a tile whose x a kernel can quantise
 # a launch of its own costs less. Measured: docs/notebooks/moe.md.
 QUANTIZED_ROWS = 2
 QUANTIZED_K = 2048
-# Rows of a tile up to which the L2 fetches what CTAs of the next product begin with: weights are
-# waited for. So much for a CTA: a third of the L2 for all, and what their rings hold.
-PREFETCH_TILE = 32
-PREFETCH_BYTES = 128 << 10
-_KILOBYTE = 1 << 10
-FEW_CHANNELS = 128  # most of a tile of fewer than 128 rows
 VECTOR = 8  # elements of x of 16 bits that are read at once
 
 
@@ -83,7 +77,7 @@ class MoeLinear(Variant):
         """Most channels of a tile: as many as sums of its rows leave registers for."""
         # Scales of 8 channels take registers, too.
         scaled = self.block_scales and self.scale_channels == SCALE_CHANNELS
-        return FEW_CHANNELS if self.tokens < 128 or scaled else 256
+        return 128 if self.tokens < 128 or scaled else 256
 
     @property
     def channel_step(self) -> int:
@@ -216,32 +210,6 @@ def quantizes_rows(
     return few and fits and KERNEL_NAMES[x.dtype] in DTYPES_16_BIT and out_dtype is x.dtype
 
 
-def prefetch_of(
-    variant: MoeLinear, next_w: torch.Tensor | None, experts: int, sms: int, tiles: int
-) -> dict[str, int]:
-    """Return the arguments by which a launch has the L2 fetch weights of the next one.
-
-    Args:
-        variant: the kernel of both.
-        next_w: the data of the next one's `PackedExperts`.
-        experts: among which they are divided.
-        sms: multiprocessors of the GPU.
-        tiles: row tiles of a balanced routing.
-    """
-    if next_w is None or variant.tokens > PREFETCH_TILE:
-        return {}
-    expert_tiles, tile_bytes = next_w.size(0) // experts, next_w[0].nbytes
-    channels = tile_channels(variant, sms, tiles, expert_tiles)
-    share = PREFETCH_BYTES // (channels // TILE_CHANNELS) // _KILOBYTE * _KILOBYTE
-    return {
-        "next_w": next_w.data_ptr(),
-        "next_expert_tiles": expert_tiles,
-        "next_tile_channels": channels,
-        "next_tile_bytes": tile_bytes,
-        "next_bytes": min(tile_bytes, share),
-    }
-
-
 def moe_gemm(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -258,13 +226,12 @@ def moe_gemm(
     tiles: torch.Tensor,
     n_tiles: torch.Tensor,
     tile_tokens: int,
-    next_w: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Launch the product on torch's current stream.
 
     The arguments are those of `ostinato.ops.moe_linear`, checked; w is plain or the data of
-    `PackedExperts`, as is next_w, and of its `channels` those of gate and up are counted together.
+    `PackedExperts`, and of its `channels` those of gate and up are counted together.
     """
     device = x.get_device()
     with on_device(device):
@@ -315,5 +282,4 @@ def moe_gemm(
             early=early and pdl.enabled(),
             pdl=pdl.enabled(),
             stream=stream,
-            **prefetch_of(variant, next_w, experts, sms, expected),
         )

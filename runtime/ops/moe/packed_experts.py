@@ -98,17 +98,6 @@ def pack_experts(w: torch.Tensor, *, gated: bool = False) -> PackedExperts:
     return PackedExperts(data, w.size(0), w.size(1), w.size(2), gated=gated)
 
 
-def check_next(w: PackedExperts | None, experts: int, device: torch.device) -> None:
-    """Check the argument `next_w` of an op that may have the L2 fetch some of it."""
-    if w is None:
-        return
-    if not isinstance(w, PackedExperts):
-        raise TypeError(f"next_w: got {type(w).__name__}, expected PackedExperts or None")
-    checks.tensor("next_w", w.data, (w.dtype,), w.data.shape, device)
-    if w.experts != experts:
-        raise ValueError(f"next_w: got {w.experts} experts, expected {experts}")
-
-
 def packed_shape(
     experts: int, n: int, k: int, gated: bool, dtype: torch.dtype
 ) -> tuple[int, int, int, int]:

@@ -7,7 +7,6 @@ import torch
 from ..common import checks
 from ..common.device import has_kernel
 from ..common.torch_library import register
-from .packed_experts import PackedExperts, check_next
 from .plan import MoePlan, empty_plan
 from .route_cuda import MoeRoute, route
 from .route_torch import plan_rows, select_experts
@@ -31,7 +30,6 @@ def moe_route(
     top_groups: int = 1,
     group_score: str = "max",
     n_active: torch.Tensor | None = None,
-    next_w: PackedExperts | None = None,
     stream: checks.Stream = None,
 ) -> MoePlan:
     """Choose the experts of each token, and sort the tokens by expert.
@@ -64,9 +62,6 @@ def moe_route(
         group_score: "max", the best expert of a group, or "top2", the sum of its two best.
         n_active: int32 [1], how many tokens are real: those after them are padding, which goes to
             no expert. On CUDA it is read early, as by `linear`.
-        next_w: weights that are multiplied next with this plan, constants: of up to 128 tokens a
-            kernel has the L2 fetch what that launch begins with, of experts that are chosen or will
-            nearly all be, while memory would be idle. A hint, of no bit.
         stream: see `ostinato.ops`.
 
     Returns:
@@ -95,7 +90,6 @@ def moe_route(
         bias = (torch.float32,)
         checks.tensor("correction_bias", correction_bias, bias, (experts,), logits.device)
     checks.active(n_active, logits.device)
-    check_next(next_w, experts, logits.device)
     with checks.launch_stream(stream, logits.device):
         plan = empty_plan(tokens, top_k, experts, logits.device)
         _op(
@@ -108,7 +102,6 @@ def moe_route(
             top_groups,
             group_score,
             n_active,
-            None if next_w is None else next_w.data,
             *plan,
         )
     return plan
@@ -142,7 +135,6 @@ def _moe_route(
     top_groups: int,
     group_score: str,
     n_active: torch.Tensor | None,
-    next_w: torch.Tensor | None,
     ids: torch.Tensor,
     weights: torch.Tensor,
     rows: torch.Tensor,
@@ -155,7 +147,7 @@ def _moe_route(
     options = (scoring, renormalize, routed_scale, correction_bias)
     of_groups = (groups, top_groups, group_score)
     if has_kernel(MoeRoute, logits):
-        route(logits, *options, *of_groups, n_active, next_w, plan)
+        route(logits, *options, *of_groups, n_active, plan)
         return
     select_experts(logits, *options, *of_groups, n_active, plan)
     plan_rows(plan)
@@ -164,7 +156,7 @@ def _moe_route(
 _op = register(
     "moe_route(Tensor logits, str scoring, bool renormalize, float routed_scale, "
     "Tensor? correction_bias, int groups, int top_groups, str group_score, Tensor? n_active, "
-    "Tensor? next_w, Tensor(a!) ids, Tensor(b!) weights, Tensor(c!) rows, Tensor(d!) offsets, "
-    "Tensor(e!) tiles, Tensor(f!) n_tiles, int tile_tokens) -> ()",
+    "Tensor(a!) ids, Tensor(b!) weights, Tensor(c!) rows, Tensor(d!) offsets, Tensor(e!) tiles, "
+    "Tensor(f!) n_tiles, int tile_tokens) -> ()",
     _moe_route,
 )

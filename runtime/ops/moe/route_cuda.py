@@ -13,10 +13,8 @@ from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.variant import FLOAT_DTYPES, OneDtypeVariant
 from ..common import pdl
-from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, has_kernel, on_device
+from ..common.device import KERNEL_NAMES, address_of, current_stream, on_device
 from ..common.sizes import ceil_div
-from ..linear.packed_weight import TILE_CHANNELS
-from .moe_linear_cuda import FEW_CHANNELS, PREFETCH_TILE, MoeLinear
 from .plan import MoePlan
 
 
@@ -37,15 +35,6 @@ _CLUSTERS = (4, 8)
 _MOST_SEGMENTS = 256
 _MOST_SEGMENT_TOKENS = 65535
 
-# The L2 fetches weights while a launch routes: of at most so many tokens, and so much, half of
-# the L2: what memory reads meanwhile, and more.
-_FETCH_TOKENS = _CLUSTERS[-1] * _SEGMENT_TOKENS
-FETCH_BYTES = 24 << 20
-FETCH_CTAS = 64  # that ask for it
-# Of all experts before they are chosen, too, from so many slots of one on: then exp(-2) of them are
-# fetched for nothing, if tokens choose at random.
-FETCH_SLOTS = 2
-
 register_family(MoeRoute, [MoeRoute(dtype=dtype) for dtype in FLOAT_DTYPES])
 
 
@@ -61,33 +50,6 @@ def segments_of(tokens: int) -> int:
     return ceil_div(tokens, size)
 
 
-def fetch_of(next_w: torch.Tensor | None, plan: MoePlan, sms: int) -> dict[str, int]:
-    """Return the arguments by which a launch has the L2 fetch the beginning of what comes next.
-
-    That is the beginning of the tiles of channels by which the CTAs of the next product begin.
-
-    Args:
-        next_w: the data of the next product's `PackedExperts`.
-        plan: what routing writes.
-        sms: multiprocessors of the GPU.
-    """
-    few = plan.tokens <= _FETCH_TOKENS and plan.tile_tokens <= PREFETCH_TILE
-    least = ceil_div(FETCH_SLOTS * plan.experts, plan.top_k)
-    knows_chosen = plan.tokens <= _FEW_TOKENS  # one CTA routes, and others can do the same
-    if next_w is None or not few or not (knows_chosen or plan.tokens >= least) or not FETCH_BYTES:
-        return {}
-    return {
-        "next_w": next_w.data_ptr(),
-        "fetch_ctas": FETCH_CTAS,
-        "next_ctas": sms,
-        "next_expert_tiles": next_w.size(0) // plan.experts,
-        "next_tile_bytes": next_w[0].nbytes,
-        "next_cta_tiles": FEW_CHANNELS // TILE_CHANNELS,
-        "next_budget": FETCH_BYTES,
-        "next_least_tokens": least,
-    }
-
-
 def route(
     logits: torch.Tensor,
     scoring: str,
@@ -98,13 +60,10 @@ def route(
     top_groups: int,
     group_score: str,
     n_active: torch.Tensor | None,
-    next_w: torch.Tensor | None,
     plan: MoePlan,
 ) -> None:
     """Launch routing on torch's current stream; the arguments are those of `moe_route`, checked."""
     device = logits.get_device()
-    if next_w is not None and not has_kernel(MoeLinear, next_w):
-        next_w = None
     with on_device(device):
         stream = current_stream(device)
         kernel = MoeRoute(dtype=KERNEL_NAMES[logits.dtype])
@@ -137,5 +96,4 @@ def route(
             top2=group_score == "top2",
             pdl=pdl.enabled(),
             stream=stream,
-            **fetch_of(next_w, plan, gpu(device)[1]),
         )

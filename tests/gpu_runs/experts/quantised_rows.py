@@ -1,4 +1,4 @@
-"""Times blocks of experts in which launches do more, or the L2 fetches ahead, beside plain ones.
+"""Times blocks of experts whose products quantise their rows beside ones with launches for that.
 
     python tests/gpu_runs/experts/quantised_rows.py [--precisions P ...] [--tokens N ...] [--trace]
         [--routing balanced|skewed|one]
@@ -6,21 +6,16 @@
 Every block has all its launches in a CUDA graph, over input sets that the L2 does not hold, and the
 ways take turns in one process (`ostinato.bench.harness.rotation`):
 
-    launches  rows are quantised by launches of their own, nothing is fetched ahead
+    launches  rows are quantised by launches of their own
     both      both products quantise rows of every tile of 8
-    next      rows as the tree has it; the L2 fetches what the second product begins with
-    chosen    that, and while a plan is made what the first begins with, of experts that are chosen
-    tree      all as the tree has it: of nearly all experts before they are chosen
-    ctas32, ctas128  as tree, with so many CTAs that fetch
-    fetch16, fetch24, fetch32  of all experts before they are chosen for any number of tokens, too,
-              so many MB of either
+    tree      what the tree does: both, up to QUANTIZED_ROWS of an expert on average
 
 A row per precision and number of tokens goes to OUT/quantised_rows.json as it is measured, and the
 table to stdout, with whether all ways gave the same bits for every input set. At the end: where
 another way takes 1% less than the tree's. The exit code is 1 where bits differ.
 
-Takes 90 s once its kernels are compiled, with --trace 15 s more: what each kernel adds to a block
-at 1, 4, 32 and 128 tokens. It compiles them side by side first: 9 of moe_linear (5 s each on one
+Takes 30 s once its kernels are compiled, with --trace 10 s more: what each kernel adds to a block
+at 1, 4 and 16 tokens. It compiles them side by side first: 9 of moe_linear (5 s each on one
 core), 3 of quantize, moe_route, moe_combine and a few of gemm_tiled. OUT is /tmp/moe_out by
 default. MOE_CPU=1 tries all but the trace with a tiny shape on the CPU.
 """
@@ -48,7 +43,7 @@ from ostinato.models import DenseLinear
 from ostinato.models.experts.products import experts_kernels
 from ostinato.models.norms import summed
 from ostinato.ops.linear.precompile import precompile
-from ostinato.ops.moe import moe_linear_cuda, route_cuda
+from ostinato.ops.moe import moe_linear_cuda
 from ostinato.ops.moe.combine_cuda import MoeCombine
 from ostinato.ops.moe.moe_linear_cuda import QUANTIZED_TILE, MoeLinear
 from ostinato.ops.moe.plan import tile_tokens_for
@@ -57,37 +52,13 @@ from ostinato.ops.moe.route_cuda import MoeRoute
 CPU = os.environ.get("MOE_CPU") == "1"
 OUT = Path(os.environ.get("OUT", "/tmp/moe_out"))
 SHAPE = Shape(16, 4, 32, 24) if CPU else Shape(128, 8, 2048, 768)
-MB = 1 << 20
-# Rows of an expert that products quantise, rows of a tile up to which the first fetches ahead,
-# slots of an expert from which routing does for all, how much of it, by how many CTAs; None: the
-# tree's.
-MANY = 1 << 20
-WAYS: dict[str, tuple[int | None, ...]] = {
-    "launches": (0, 0, MANY, 0, None),
-    "both": (QUANTIZED_TILE, 0, MANY, 0, None),
-    "next": (None, None, MANY, 0, None),
-    "chosen": (None, None, MANY, None, None),
-    "tree": (None, None, None, None, None),
-    "ctas32": (None, None, None, None, 32),
-    "ctas128": (None, None, None, None, 128),
-    "fetch16": (None, None, 0, 16 * MB, None),
-    "fetch24": (None, None, 0, 24 * MB, None),
-    "fetch32": (None, None, 0, 32 * MB, None),
-}
+# Rows of an expert, on average, up to which products quantise them.
+TREE = moe_linear_cuda.QUANTIZED_ROWS
+WAYS = {"launches": 0, "both": QUANTIZED_TILE, "tree": TREE}
 PRECISIONS = ("fp8-block", "int8", "fp8")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_TILE = 16  # of 128 tokens
 T0 = time.time()
-TREE: dict[tuple[Any, str], Any] = {
-    (module, name): getattr(module, name)
-    for module, name in (
-        (moe_linear_cuda, "QUANTIZED_ROWS"),
-        (moe_linear_cuda, "PREFETCH_TILE"),
-        (route_cuda, "FETCH_SLOTS"),
-        (route_cuda, "FETCH_BYTES"),
-        (route_cuda, "FETCH_CTAS"),
-    )
-}
 
 
 def say(*words: object) -> None:
@@ -95,9 +66,8 @@ def say(*words: object) -> None:
 
 
 def block(way: str, s: Inputs) -> torch.Tensor:
-    """Return the sums of a block; what launches do is decided as they are made."""
-    for (module, name), value in zip(TREE, WAYS[way], strict=True):
-        setattr(module, name, TREE[module, name] if value is None else value)
+    """Return the sums of a block; which products quantise is decided as they are launched."""
+    moe_linear_cuda.QUANTIZED_ROWS = WAYS[way]
     return summed(s.weights.mixture(s.x, s.config))
 
 
@@ -130,7 +100,7 @@ def compile_kernels() -> None:
 
 def traced(sets: list[Inputs], tokens: int, precision: str) -> None:
     """Print what each kernel adds to a block, in microseconds."""
-    for way in ("launches", "next", "chosen", "tree"):
+    for way in WAYS:
         run: Callable[[], object] = rotate([partial(block, way, s) for s in sets], DEVICE).replay
         runs = trace(run)
         names = [span.name for span in runs[0]]
@@ -170,7 +140,7 @@ def main() -> int:
             text = " ".join(f"{way} {row[way]:8.2f}" for way in WAYS)
             bits = "same bits" if row["same_bits"] else "BITS DIFFER"
             say(f"{precision:9} {tokens:4} tokens, tile {row['tile']:3}: {text} us, {bits}")
-            if given.trace and not CPU and tokens in (1, 4, 32, 128):
+            if given.trace and not CPU and tokens in (1, 4, 16):
                 traced(sets, tokens, precision)
             del rotations, sets
             if not CPU:

@@ -25,7 +25,7 @@
 #   engine_moe.json  engine (85 s), padding (25 s), replays (20 s)
 #   sanitize.txt     sanitize, 90 s: four tools side by side, beside `warm` and `replays`
 #   warm.log, replays.log, bench.log, engine.log
-#   rows.log, quantised_rows.json  rows, 110 s, and as long as its kernels take to compile
+#   rows.log, quantised_rows.json  rows, 60 s, and as long as its kernels take to compile
 # `warm` (60 to 90 s, 14 processes) compiles Triton's and DeepGEMM's kernels for `bench`; it runs
 # beside `replays` and `sanitize`, which time nothing. All parts take about 330 s.
 set -u

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from ostinato import ops
 from ostinato.bench.shapes import SHAPES
 from ostinato.bench.step.roofline import Roofline, kernel_rooflines, step_roofline
 from ostinato.bench.step.work import expected_experts, step_flops, weight_bytes
 from ostinato.bench.weights import random_decoder
-from ostinato.models import DenseLinear, read_config
-from ostinato.models.experts.config import ExpertsConfig
-from ostinato.models.experts.mixture import Mixture
-from ostinato.models.experts.products import DenseExperts
+from ostinato.models import read_config
 
 CONFIG = read_config(SHAPES["tiny-moe"])
 CPU = torch.device("cpu")
@@ -57,30 +51,3 @@ def test_the_roofline_counts_every_product() -> None:
     assert kernels["experts_gate_up"][1].num_bytes == pytest.approx(2 * 96 * 64)
     seconds = sum(count * time.num_bytes for count, time in kernels.values()) / 1e9
     assert step_roofline(kernels) == pytest.approx(seconds)
-
-
-def test_launches_know_which_weights_come_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routing of gate and up's, these of down's: packed ones, of which the L2 fetches some."""
-    w = torch.randn(4, 32, 16).bfloat16()
-    gate_up = DenseExperts(ops.pack_experts(w, gated=True), True)
-    down = DenseExperts(ops.pack_experts(torch.randn(4, 16, 16).bfloat16()), False)
-    router = DenseLinear(torch.randn(4, 16).bfloat16(), out_dtype=torch.float32)
-    found = []
-
-    def spy_on(name: str) -> None:
-        op = getattr(ops, name)
-
-        def spy(*given: Any, **options: Any) -> Any:
-            found.append(options["next_w"])
-            return op(*given, **options)
-
-        monkeypatch.setattr(ops, name, spy)
-
-    spy_on("moe_route")
-    spy_on("moe_linear")
-    x = torch.randn(3, 16).bfloat16()
-    Mixture(router, gate_up, down)(x, ExpertsConfig(4, 2, 16, (True,)))
-    assert found == [gate_up.weight, down.weight, None]
-    found.clear()
-    Mixture(router, DenseExperts(w, True), down)(x, ExpertsConfig(4, 2, 16, (True,)))
-    assert found == [None, down.weight, None]

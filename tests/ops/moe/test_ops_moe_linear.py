@@ -15,7 +15,6 @@ from ostinato.ops import reference
 from ostinato.ops.moe.moe_linear_cuda import (
     MoeLinear,
     in_pairs,
-    prefetch_of,
     quantizes_rows,
     tile_channels,
 )
@@ -240,8 +239,6 @@ WIDE = operands("block128", 2, 4, 384, 300, torch.device("cpu"))
         ({"plan": PLAN._replace(tile_tokens=24)}, ValueError, "plan.tile_tokens: got 24"),
         ({"plan": PLAN._replace(rows=PLAN.rows[:3])}, ValueError, r"plan.rows: got shape \[3\]"),
         ({"early": 1}, TypeError, "early: got int"),
-        ({"next_w": W}, TypeError, "next_w: got Tensor, expected PackedExperts or None"),
-        ({"next_w": ops.pack_experts(W[:3])}, ValueError, "next_w: got 3 experts, expected 4$"),
         ({"out_dtype": torch.int8}, TypeError, "out_dtype: got torch.int8"),
         ({"out": torch.empty(4, 15).bfloat16()}, ValueError, r"out: got shape \[4, 15\]"),
         (
@@ -309,32 +306,6 @@ def test_the_way_of_gpus_without_a_kernel(form: str, activation: str | None, to:
     there[plan.rows[:used].long()] |= to == "slots"
     assert_near(out[there], exact[there], k)
     assert (out[~there] == 7).all()
-
-
-def test_what_the_next_product_begins_with() -> None:
-    few = MoeLinear(dtype="int8", out_dtype="bf16", tokens=8)
-    down = torch.empty(128 * 128, 12, 16, 64, dtype=torch.int8)  # [2048, 768] of 128 experts
-    found = prefetch_of(few, down, 128, 132, 8)
-    assert found.pop("next_w") == down.data_ptr()
-    expected = {"next_expert_tiles": 128, "next_tile_channels": 128}
-    assert found == expected | {"next_tile_bytes": 12 << 10, "next_bytes": 12 << 10}
-    # Of long rows the beginning: all CTAs would ask for more than the L2 holds.
-    long = torch.empty(8 * 16, 224, 16, 64, dtype=torch.int8)
-    found = prefetch_of(few, long, 8, 132, 8)
-    assert found["next_bytes"] * found["next_tile_channels"] // 16 == 128 << 10
-    assert not prefetch_of(few, None, 128, 132, 8)
-    many = MoeLinear(dtype="int8", out_dtype="bf16", tokens=64)
-    assert not prefetch_of(many, down, 128, 132, 128)
-
-
-def test_fetching_ahead_changes_no_bit() -> None:
-    device = torch.device("cpu")
-    x, w, scales = operands("int8", 5, 6, 32, 64, device)
-    _, down, _ = operands("int8", 5, 6, 64, 16, device)
-    plan = routing(5, 6, 2, device)
-    options: dict[str, Any] = {"to": "experts", "activation": "silu_mul", **scales}
-    expected = ops.moe_linear(x, w, plan, **options)
-    assert_same_bits(ops.moe_linear(x, w, plan, next_w=ops.pack_experts(down), **options), expected)
 
 
 def test_tiles_are_cut_where_that_spreads_the_reads_of_weights() -> None:

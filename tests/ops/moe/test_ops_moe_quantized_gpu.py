@@ -111,10 +111,7 @@ def test_same_bits_on_both_sides_of_the_rule(form: str, to: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", [1, 9, 32])
 def test_behind_the_first_product_in_a_graph(in_product: Any, form: str, tokens: int) -> None:
-    """Launched before its input is written: replays over many routings, padding and NaN.
-
-    In the graph the L2 fetches weights ahead, in what it is compared with nothing.
-    """
+    """Launched before its input is written: replays over many routings, padding and NaN."""
     experts, top_k, width, inner = 32, 4, 512, 384
     _, gate_up, first = operands(form, tokens, experts, 2 * inner, width, CUDA)
     x = rows_of(tokens, width, torch.bfloat16)
@@ -122,9 +119,8 @@ def test_behind_the_first_product_in_a_graph(in_product: Any, form: str, tokens:
     packed = (ops.pack_experts(gate_up, gated=True), ops.pack_experts(down))
     logits, active = torch.randn(tokens, experts, device=CUDA), int32([tokens], CUDA)
 
-    def step(*, ahead: bool = False) -> torch.Tensor:
-        first_w, second_w = packed if ahead else (None, None)
-        plan = ops.moe_route(logits, top_k, renormalize=True, n_active=active, next_w=first_w)
+    def step() -> torch.Tensor:
+        plan = ops.moe_route(logits, top_k, renormalize=True, n_active=active)
         scales = (first["w_scale"], second["w_scale"])
         h = ops.moe_linear(
             *(x, packed[0], plan),
@@ -132,7 +128,6 @@ def test_behind_the_first_product_in_a_graph(in_product: Any, form: str, tokens:
             w_scale=scales[0],
             activation="silu_mul",
             n_active=active,
-            next_w=second_w,
         )
         y = ops.moe_linear(
             *(h, packed[1], plan), to="slots", w_scale=scales[1], n_active=plan.n_rows, early=True
@@ -140,10 +135,10 @@ def test_behind_the_first_product_in_a_graph(in_product: Any, form: str, tokens:
         return ops.moe_combine(y, plan).total
 
     in_product(True)
-    step(ahead=True)
+    step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step(ahead=True)
+        found = step()
     changed = torch.zeros((), dtype=torch.int64, device=CUDA)
     for replay in range(300):
         logits.normal_()

@@ -14,8 +14,8 @@ from ops_cases import assert_same_bits, int32
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.moe.plan import MoePlan, empty_plan, most_tiles
-from ostinato.ops.moe.route_cuda import fetch_of, segments_of
+from ostinato.ops.moe.plan import MoePlan, most_tiles
+from ostinato.ops.moe.route_cuda import segments_of
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "mixtral": {"renormalize": True},
@@ -212,39 +212,3 @@ def test_every_token_is_in_one_segment(tokens: int) -> None:
         assert size * (segments - 1) < tokens <= size * segments, "none is empty"
     else:
         assert tokens <= 32
-
-
-def test_what_is_fetched_while_tokens_choose() -> None:
-    """Of up to 128 tokens, and of all experts where nearly all will be chosen."""
-    cpu = torch.device("cpu")
-    gate_up = torch.empty(128 * 96, 32, 16, 64, dtype=torch.int8)  # [1536, 2048] of 128 experts
-    found = fetch_of(gate_up, empty_plan(4, 8, 128, cpu), 132)
-    assert found == fetch_of(gate_up, empty_plan(128, 8, 128, cpu), 132)
-    assert found.pop("next_w") == gate_up.data_ptr()
-    assert found == {
-        "fetch_ctas": 64,
-        "next_ctas": 132,
-        "next_expert_tiles": 96,
-        "next_tile_bytes": 32 << 10,
-        "next_cta_tiles": 8,
-        "next_budget": 24 << 20,
-        "next_least_tokens": 32,
-    }
-    assert not fetch_of(gate_up, empty_plan(129, 8, 128, cpu), 132)
-    many = torch.empty(512 * 8, 32, 16, 64, dtype=torch.int8)
-    assert fetch_of(many, empty_plan(32, 8, 512, cpu), 132)
-    assert not fetch_of(many, empty_plan(33, 8, 512, cpu), 132)  # and not before they have chosen
-    assert not fetch_of(gate_up[: 8 * 96], empty_plan(128, 4, 8, cpu), 132)  # tiles of 128 rows
-    assert not fetch_of(None, empty_plan(32, 8, 128, cpu), 132)
-
-
-def test_fetching_ahead_changes_no_plan(device: torch.device) -> None:
-    w = torch.randn(8, 48, 200).bfloat16().to(device)
-    for tokens in (9, 40, 100, 200):
-        logits = torch.randn(tokens, 8, device=device)
-        got = ops.moe_route(logits, 2, next_w=ops.pack_experts(w))
-        assert_same_plan(got, reference.moe_route(logits.cpu(), 2))
-    with pytest.raises(ValueError, match="next_w: got 7 experts, expected 8"):
-        ops.moe_route(logits, 2, next_w=ops.pack_experts(w[:7]))
-    with pytest.raises(TypeError, match="next_w: got Tensor, expected PackedExperts or None"):
-        ops.moe_route(logits, 2, next_w=w)  # type: ignore[arg-type]
