@@ -33,7 +33,12 @@ def draw_bench(path: Path) -> None:
     """Draw one of `PICTURES`."""
     section, names, row = PICTURES[path.name]
     documents = [json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in names]
-    rows = [row(**fields) for document in documents for fields in document["rows"]]
+    rows = [
+        row(**fields)
+        for document in documents
+        for fields in document["rows"]
+        if fields["section"] == section
+    ]
     draw_rows(path, f"bench {section}, {documents[0]['gpu']}", rows)
 
 

@@ -109,8 +109,8 @@ class Scheduler:
         """Return the next chunk of each unfinished prompt, oldest first, up to `max_tokens`.
 
         Up to a quarter of it while no fewer texts grow, which all wait for these chunks in every
-        step, unless half of it takes all prompts to their end: more prompts than texts, and the
-        last ones, hold up fewer tokens in fewer, longer steps.
+        step. More prompts than texts hold up fewer tokens in fewer, longer steps, and so do the
+        last prompts of many: an eighth of what runs, or more, of which half of it is enough.
 
         Where tokens are left all have another turn, and another. The first chunk is returned
         whatever its size.
@@ -118,7 +118,8 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         waiting = deque((r, r.computed) for r in self.running if not r.prefilled)
         left = sum(len(request.prompt) - start for request, start in waiting)
-        if 2 * len(waiting) <= len(self.running) and left > max_tokens // 2:
+        last = left <= max_tokens // 2 and 8 * len(waiting) >= len(self.running)
+        if 2 * len(waiting) <= len(self.running) and not last:
             max_tokens //= 4
         while waiting:
             request, start = waiting.popleft()

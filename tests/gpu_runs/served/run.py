@@ -378,6 +378,7 @@ def load() -> None:
 
 
 def step() -> None:
+    stop("vllm")  # whose idle processes take time of the CPU, which bench engine has for itself
     for batch in A.steps.split(","):
         flags = [
             "--prompt",

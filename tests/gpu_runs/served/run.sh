@@ -10,8 +10,8 @@
 #   vllm     starts vLLM's server and waits; the build runs beside it        40 to 100 s
 #   ours     starts our server and waits                                     20 to 40 s
 #   load     closed loops at each concurrency: ours, then vLLM               190 s
-#   step     a decode step in our server at batches of 64 and 256            20 s
-#   engine   stops both servers; `bench engine` at batches of 64 and 256     35 s
+#   step     stops vLLM; a decode step in our server, batches of 64 and 256  20 s
+#   engine   stops ours; `bench engine` at batches of 64 and 256             35 s
 #   join     writes serve.json (also after each load, so that a cut-off loses nothing)
 # That is about 400 s for one dtype; a call is of one dtype.
 #
