@@ -62,7 +62,7 @@ def test_server_ends_with_its_http_process() -> None:
     with serve_process(port, "--max-num-seqs", "2") as process:
         answer = _stream(port)
         os.kill(http_process(process.pid), signal.SIGKILL)
-        assert process.wait(10) == 1
+        assert process.wait(30) == 1
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             answer.read()
         with pytest.raises(ConnectionRefusedError):
