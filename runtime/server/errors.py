@@ -75,8 +75,20 @@ def bad_form(field: str, problem: object) -> ApiError:
     return ApiError(400, f"{field}: {problem}", param=field)
 
 
+def engine_ended(error: EngineError, *, draining: bool) -> ApiError:
+    """Return the answer to a request that an error of the engine has ended.
+
+    Args:
+        error: of the engine.
+        draining: whether the server stops.
+    """
+    if isinstance(error, EngineLostError):
+        return engine_lost()
+    return stopping() if draining else engine_failed()
+
+
 def engine_failed() -> ApiError:
-    """Return the answer to a request that an error of the engine has ended."""
+    """Return the answer to a request that the engine failed to serve."""
     return ApiError(500, "the engine failed while it served this request", code="engine_error")
 
 

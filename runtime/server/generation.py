@@ -10,11 +10,9 @@ from ..engine import FinishReason, SamplingParams
 from .errors import (
     ApiError,
     EngineError,
-    EngineLostError,
     bad_form,
     bad_value,
-    engine_failed,
-    engine_lost,
+    engine_ended,
     stopping,
 )
 from .jobs import Accepted, Ended, EngineLink, Job, Message, OnLoop, Progress
@@ -205,10 +203,8 @@ class Generation:
         return self._error(Ended(EngineError(error)))
 
     def _error(self, ended: Ended) -> ApiError:
-        if isinstance(ended.error, EngineLostError):
-            return engine_lost()
         if isinstance(ended.error, EngineError):
-            return stopping() if self._admission.draining else engine_failed()
+            return engine_ended(ended.error, draining=self._admission.draining)
         return bad_value(ended.error)
 
     def _observe(self) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from ..engine import SamplingParams
 from .chat.parsers import Parsers
 from .chat.render import ChatTemplate
-from .errors import ApiError, EngineError, bad_form, engine_failed
+from .errors import ApiError, EngineError, bad_form, engine_ended
 from .generation import Admission, Generation
 from .jobs import EngineLink
 from .logprobs import TokenTexts
@@ -134,7 +134,7 @@ class Service:
             except RuntimeError as error:  # without xgrammar
                 raise ApiError(501, str(error), code="not_installed") from error
             except EngineError as error:
-                raise engine_failed() from error
+                raise engine_ended(error, draining=self.admission.draining) from error
         generation = Generation(
             self.engine,
             self.admission,

@@ -17,13 +17,13 @@ import torch
 from ostinato.engine import Engine, FinishReason, SamplingParams, StructuredOutput, TokenEvent
 from ostinato.engine.logprobs import TokenLogprobs
 from ostinato.graphs import RankError
-from ostinato.server import EngineThread
+from ostinato.server import EngineThread, Service, Settings
 from ostinato.server.channel import Channel, packed, portable, unpacked
 from ostinato.server.engine_client import EngineClient
 from ostinato.server.engine_host import EngineHost
-from ostinato.server.errors import EngineError, EngineLostError
+from ostinato.server.errors import ApiError, EngineError, EngineLostError
 from ostinato.server.jobs import Accepted, Ended, Job, Message, OnLoop, Progress
-from serving import make_engine
+from serving import MODEL, TOKENIZER, make_engine
 
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 
@@ -166,6 +166,19 @@ def test_client_ends_all_jobs_when_the_other_end_goes() -> None:
         assert died.wait(10)
         assert isinstance(running[-1], Ended)
         assert isinstance(running[-1].error, EngineLostError)
+
+
+@pytest.mark.parametrize("form", [None, StructuredOutput(regex="a")])
+def test_requests_are_answered_when_the_other_end_has_gone(form: StructuredOutput | None) -> None:
+    with linked() as link:
+        service = Service(
+            *(link.client, TOKENIZER, (MODEL,)), max_context=128, max_batch=4, settings=Settings()
+        )
+        link.far_end.close()
+        with pytest.raises(ApiError) as raised:
+            asyncio.run(service.generate([[5]], [SamplingParams(structured=form)]))
+        assert (raised.value.status_code, raised.value.code) == (503, "engine_lost")
+        assert service.admission.taken == 0
 
 
 def test_host_ends_all_jobs_when_the_client_goes() -> None:
