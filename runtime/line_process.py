@@ -33,6 +33,11 @@ class NoAnswerError(Exception):
         self.reason = reason
 
 
+def import_path() -> str:
+    """Return the PYTHONPATH of a process that imports from where this one does."""
+    return os.pathsep.join(folder for folder in sys.path if os.path.isabs(folder))
+
+
 class LineProcess:
     """A Python program that reads lines from standard input and answers each with a line.
 
@@ -43,13 +48,12 @@ class LineProcess:
     """
 
     def __init__(self, program: Path, env: Mapping[str, str], *, quiet: bool = False) -> None:
-        folders = [folder for folder in sys.path if os.path.isabs(folder)]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-s", str(program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
-            env={**env, "PYTHONPATH": os.pathsep.join(folders)},
+            env={**env, "PYTHONPATH": import_path()},
             start_new_session=True,  # Ctrl-C is for its parent
         )
         os.set_blocking(self._pipes[0].fileno(), False)  # see the deadline of `ask`

@@ -142,10 +142,11 @@ def engine_of(folder: Path, options: EngineOptions) -> tuple[EngineThread, Engin
     Raises:
         UserError: for a checkpoint or an option that cannot be used.
     """
+    from ..checkpoint import load_tokenizer
     from ..server.loading import start_engine
 
     with _engine_errors():
-        return start_engine(folder, options, _report)
+        return start_engine(folder, load_tokenizer(folder), options, _report)
 
 
 def service_of(

@@ -84,7 +84,7 @@ class EngineHost:
             self._channel.send("answer", call, portable(error), None)
 
     def _tell_death(self) -> None:
-        self._channel.send("died", self._engine.lost or EngineError("the engine has stopped"))
+        self._channel.send("died", self._engine.error)
 
 
 def _not_here(messages: list[Message]) -> None:

@@ -34,9 +34,6 @@ class EngineThread:
 
     Args:
         make_engine: returns a captured engine. It is called in the thread, which owns the engine.
-
-    Attributes:
-        lost: which rank was, and why, once one is; None else.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
@@ -51,7 +48,7 @@ class EngineThread:
         self._stopped = threading.Event()
         self._dying = threading.Lock()
         self._handing_out = threading.Lock()
-        self.lost: EngineLostError | None = None
+        self._lost: EngineLostError | None = None
         self.on_death: Callable[[], None] = lambda: None
 
     def start(self) -> Engine:
@@ -68,12 +65,17 @@ class EngineThread:
         """Whether the engine takes requests."""
         return self._made.done() and self._thread.is_alive() and not self._stopped.is_set()
 
+    @property
+    def error(self) -> EngineError:
+        """Why the engine takes no jobs, once it does not."""
+        return self._lost or EngineError("the engine has stopped")
+
     def submit(self, job: Job) -> None:
         """Queue a job; its first message is `Accepted` or `Ended`."""
 
         def submit(engine: Engine | None) -> None:
             if engine is None:
-                self._say(job, Ended(self.lost or EngineError("the engine has stopped")))
+                self._say(job, Ended(self.error))
             else:
                 self._submit(engine, job)
 
@@ -127,7 +129,7 @@ class EngineThread:
         """
         self.end_all(EngineError("the server is stopping"))
         self._inbox.put(None)
-        self._thread.join(None if self.lost is None else _LAST_S)
+        self._thread.join(None if self._lost is None else _LAST_S)
 
     def abandon(self, error: RankError) -> None:
         """End all jobs because a rank is lost, from another thread: the engine's may be stuck."""
@@ -169,7 +171,7 @@ class EngineThread:
             if self._stopped.is_set():
                 return
             if isinstance(error, EngineLostError):
-                self.lost = error
+                self._lost = error
             self._stopped.set()
         for job in {job for job, _ in list(self._live.values())}:
             self._say(job, Ended(error))

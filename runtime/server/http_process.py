@@ -17,6 +17,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from ..checkpoint import load_tokenizer
+from ..line_process import import_path
 from .channel import Channel, portable
 from .engine_client import EngineClient
 from .engine_host import EngineHost
@@ -49,10 +51,9 @@ class HttpProcess:
     def __init__(self, bound: socket.socket, model: ServedModel, settings: Settings) -> None:
         ours, its = socket.socketpair()
         with its, bound:
-            folders = [folder for folder in sys.path if os.path.isabs(folder)]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(its.fileno()), str(bound.fileno())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+                env={**os.environ, "PYTHONPATH": import_path()},
                 pass_fds=(its.fileno(), bound.fileno()),
                 start_new_session=True,  # signals come from here, each once
             )
@@ -137,7 +138,7 @@ def main(channel: Channel, bound: socket.socket) -> int:
     settings: Settings
     model, settings = asked
     try:
-        service = model.service(settings)
+        service = model.service(load_tokenizer(model.folder), settings)
     except (ValueError, OSError) as error:
         channel.send(portable(error))
         return 0

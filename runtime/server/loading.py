@@ -128,14 +128,19 @@ class ServedModel:
     tools: str = AUTO
     reasoning: str = AUTO
 
-    def service(self, settings: Settings) -> Callable[[EngineLink, EngineLimits], Service]:
+    def service(
+        self, tokenizer: Tokenizer, settings: Settings
+    ) -> Callable[[EngineLink, EngineLimits], Service]:
         """Read the checkpoint, and return what makes the service of an engine.
+
+        Args:
+            tokenizer: of the checkpoint.
+            settings: of the server.
 
         Raises:
             ValueError, OSError: when the checkpoint or an option is no good.
         """
         config = load_config(self.folder)
-        tokenizer = load_tokenizer(self.folder)
         template = load_chat_template(self.folder, settings.template_timeout)
         defaults = generation_defaults(self.folder) if self.own_defaults else {}
         thinks = template is not None and template.thinks
@@ -163,6 +168,7 @@ class EngineLimits:
 
 def start_engine(
     folder: Path,
+    tokenizer: Tokenizer,
     options: EngineOptions,
     on_capture: Callable[[CaptureReport], None] = lambda report: None,
 ) -> tuple[EngineThread, EngineLimits]:
@@ -170,13 +176,13 @@ def start_engine(
 
     Args:
         folder: of the checkpoint.
+        tokenizer: of it.
         options: of the engine.
         on_capture: gets the report.
 
     Raises:
         ValueError, OSError, torch.OutOfMemoryError: when the checkpoint or an option is no good.
     """
-    tokenizer = load_tokenizer(folder)
 
     def make_engine() -> Engine:
         engine = load_engine(folder, tokenizer, options)
@@ -209,5 +215,6 @@ def load_service(
     Raises:
         ValueError, OSError, torch.OutOfMemoryError: when the checkpoint or an option is no good.
     """
-    service = model.service(settings)
-    return service(*start_engine(model.folder, options, on_capture))
+    tokenizer = load_tokenizer(model.folder)
+    service = model.service(tokenizer, settings)
+    return service(*start_engine(model.folder, tokenizer, options, on_capture))

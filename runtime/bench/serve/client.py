@@ -144,16 +144,12 @@ class _Answer(asyncio.BufferedProtocol):
             self._read_events()
             return
         while self._raw:
-            if self._left > 2:  # with the line break behind the chunk
-                piece = self._raw[: self._left - 2]
-                self._body += piece
+            if self._left:
+                piece = self._raw[: self._left]
+                self._body += piece[: max(0, self._left - 2)]  # not the line break behind the chunk
                 self._raw = self._raw[len(piece) :]
                 self._left -= len(piece)
                 self._read_events()
-            elif self._left:
-                passed = self._raw[: self._left]
-                self._raw = self._raw[len(passed) :]
-                self._left -= len(passed)
             else:
                 line, end, rest = self._raw.partition(b"\r\n")
                 if not end:
