@@ -33,26 +33,6 @@ __device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
                : "memory");
 }
 
-// Copies the first `bytes` of 16 to a shared-memory address, and zeros for the others; as one of a
-// group of copies.
-__device__ __forceinline__ void copy_vector_part_of_group(uint32_t shared, const void* global,
-                                                          int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(bytes)
-               : "memory");
-}
-
-// Ends a group of this thread's copies.
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until all but the latest kPending groups of this thread's copies have completed.
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // Copies the first `bytes` of 16 to a shared-memory address, and zeros for the others.
 __device__ __forceinline__ void copy_vector_part(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),

@@ -1,4 +1,4 @@
-// Conversion of floats to e4m3 and back without the instructions of sm_89.
+// Rounding of floats to e4m3 without the instruction of sm_89.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,15 +28,6 @@ __device__ __forceinline__ uint32_t round_to_e4m3(float x) {
     code = ((magnitude + (1u << (kDropped - 1)) - 1 + odd) >> kDropped) - kExponents;
   }
   return (bits >> 24 & 0x80u) | (code < kLargestCode ? code : kLargestCode);
-}
-
-// The number of a code, exactly.
-__device__ __forceinline__ float e4m3_to_float(uint32_t code) {
-  constexpr uint32_t kNaN = 0x7f, kSign = 0x80;
-  // The code's bits as those of an fp32 number, whose exponent bias is 120 greater.
-  const float magnitude = __uint_as_float((code & kNaN) << 20) * 0x1p120f;
-  const float number = (code & kNaN) == kNaN ? __uint_as_float(0x7fffffffu) : magnitude;
-  return (code & kSign) != 0 ? -number : number;
 }
 
 }  // namespace ostinato

@@ -25,17 +25,4 @@ struct RingPosition {
   }
 };
 
-// The same in one register.
-struct CompactRingPosition {
-  uint32_t slot : 31;
-  uint32_t parity : 1;
-
-  __device__ __forceinline__ CompactRingPosition() : slot(0), parity(0) {}
-  __device__ __forceinline__ void advance(uint32_t slots) {
-    const uint32_t next = slot + 1;
-    parity = parity ^ (next == slots ? 1u : 0u);
-    slot = next == slots ? 0 : next;
-  }
-};
-
 }  // namespace ostinato

@@ -9,6 +9,7 @@ from ostinato.graphs.arguments import as_integer
 from ..jit.resources import available_memory
 from ..models import KVFormat, ModelConfig
 from ..models.l2.partitioned_memory import free_unused, rounding
+from ..ops.attention.dequantize_kv import dequantized_bytes
 
 MEMORY_FRACTION = 0.8
 _CPU_CACHE_BYTES = 4 << 30
@@ -25,6 +26,7 @@ def default_pages(
     wanted: int,
     device: torch.device,
     memory_fraction: float = MEMORY_FRACTION,
+    beside: int = 0,
 ) -> int:
     """Return how many pages there is room for, the dummy page included: as many as wanted at most.
 
@@ -34,6 +36,7 @@ def default_pages(
         wanted: without the dummy page.
         device: of the cache.
         memory_fraction: of a GPU's free memory that may be taken; of the host's it is 4 GiB.
+        beside: bytes of a GPU's memory that something else will take.
 
     Raises:
         ValueError: when there is no room for one.
@@ -41,7 +44,7 @@ def default_pages(
     if device.type == "cuda":
         free_unused()
         free, _ = torch.cuda.mem_get_info(device)
-        budget = int(free * memory_fraction)
+        budget = int((free - beside) * memory_fraction)
         budget -= rounding(num_layers, budget)
     else:
         budget = min(_CPU_CACHE_BYTES, available_memory())
@@ -70,10 +73,12 @@ def checked_pages(
     given: int | None,
     wanted: int,
     memory_fraction: float,
+    max_tokens_k: int | None,
 ) -> int:
     """Return how many pages a cache has, `given` or by default, once there is room for them.
 
-    The other arguments are those of `page_bytes` and `default_pages`.
+    The other arguments are those of `page_bytes` and `default_pages`; beside the cache
+    `max_tokens_k` tokens of a layer are dequantised.
 
     Raises:
         TypeError, ValueError: naming `num_pages` or `memory_fraction`.
@@ -81,7 +86,9 @@ def checked_pages(
     check_memory_fraction(memory_fraction)
     each = page_bytes(config, kv_format, page_size)
     if given is None:
-        given = default_pages(config.num_layers, each, wanted, device, memory_fraction)
+        heads, dim = config.num_kv_heads, config.head_dim
+        beside = 0 if max_tokens_k is None else dequantized_bytes(max_tokens_k, heads, dim, dim)
+        given = default_pages(config.num_layers, each, wanted, device, memory_fraction, beside)
     count = as_integer("num_pages", given)
     check_room("num_pages", count, each, device)
     return count

@@ -163,14 +163,14 @@ class Engine:
             max_batch=max_batch,
             prefill_chunk=chunk,
             sharing_unit=sharing_unit(model, self.cache, chunk),
+            max_tokens_k=sizes.max_tokens_k,
         )
         self._prefill = Prefill(
             *(model, self.cache),
             max_pages=sizes.max_pages,
-            max_chunk=chunk,
             max_tokens=sizes.max_tokens,
-            # Of each request's last chunk, and of whole ones.
-            max_chunks=max_batch + sizes.max_tokens // chunk,
+            max_chunks=sizes.max_chunks,
+            max_tokens_k=sizes.max_tokens_k,
             capture_examples=self._capture_examples,
             group=self._calls.group,
         )

@@ -12,6 +12,8 @@ from .logits_processing import LogitsProcessing
 from .ranks.calls import Calls
 from .scheduler import checked_chunk, checked_context
 
+_SEEN_TOKENS = 65536  # 256 MiB with 8 KV heads of 128
+
 
 @dataclass(frozen=True)
 class EngineSizes:
@@ -21,6 +23,8 @@ class EngineSizes:
         kv_format: of the KV cache.
         max_pages: of a sequence.
         max_tokens: of prompts, in one step.
+        max_tokens_k: that these prompts have together, as of `ops.paged_attention`; None: as many
+            as they have.
     """
 
     max_batch: int
@@ -32,6 +36,12 @@ class EngineSizes:
     kv_format: KVFormat
     max_pages: int
     max_tokens: int
+    max_tokens_k: int | None
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks of prompts in one step: the last of each request, and whole ones."""
+        return self.max_batch + self.max_tokens // self.prefill_chunk
 
     @staticmethod
     def of(
@@ -63,9 +73,11 @@ class EngineSizes:
         max_context = checked_context(max_context, model.max_context)
         prefill_chunk = checked_chunk(prefill_chunk, page_size)
         max_pages = -(-max_context // page_size)
+        max_tokens_k = dequantized_tokens(cache_format, max_batch, max_context, model)
         num_pages = checked_pages(
             *(model.config, cache_format, page_size, model.device),
             *(num_pages, max_batch * max_pages, memory_fraction),
+            max_tokens_k,
         )
         # Of each slot the tokens that it has seen, a byte per token of the vocabulary.
         slot_bytes = model.config.vocab_size
@@ -90,4 +102,17 @@ class EngineSizes:
             kv_format=cache_format,
             max_pages=max_pages,
             max_tokens=min(max_tokens, max_batch * longest),
+            max_tokens_k=max_tokens_k,
         )
+
+
+def dequantized_tokens(
+    cache_format: KVFormat, max_batch: int, max_context: int, model: Decoder
+) -> int | None:
+    """Return how many tokens of an 8-bit cache the prompts of a step may see; None: any number.
+
+    They are dequantised for each layer, into memory that all layers share.
+    """
+    if model.device.type == "cpu" or cache_format.dtype == model.config.dtype:
+        return None
+    return min(max(max_context, _SEEN_TOKENS), max_batch * max_context)

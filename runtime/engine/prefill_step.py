@@ -53,7 +53,8 @@ class PrefillStep:
     Args:
         model, cache: what the step runs on.
         prefill_batch: whose tokens they are.
-        max_chunk: tokens of the largest chunk.
+        max_tokens: of a call.
+        max_tokens_k: of the sequences that a call computes, as of `ops.paged_attention`.
         capture_examples: where the examples of a verification read and write.
     """
 
@@ -62,13 +63,15 @@ class PrefillStep:
         model: Decoder,
         cache: PagedKVCache,
         prefill_batch: PrefillBatch,
-        max_chunk: int,
+        max_tokens: int,
+        max_tokens_k: int | None,
         capture_examples: CaptureExamples,
     ) -> None:
         self._model = model
         self._cache = cache
         self._prefill_batch = prefill_batch
-        self._max_chunk = max_chunk
+        self._max_tokens = max_tokens
+        self._max_tokens_k = max_tokens_k
         self._capture_examples = capture_examples
 
     def buffer_specs(self) -> dict[str, BufferSpec]:
@@ -99,7 +102,8 @@ class PrefillStep:
             # Whatever was written there last, no sequence has rows that are padding.
             cu_seqlens_q=torch.minimum(views.cu_seqlens, batch.n_active),
             # The capacity, not this call's maximum: shapes must not depend on the neighbours.
-            max_seqlen_q=self._max_chunk,
+            max_seqlen_q=self._max_tokens,
+            max_tokens_k=self._max_tokens_k,
         )
         x, residual = self._model.hidden(
             batch.tokens, batch.positions, attention, self._cache, n_active=batch.n_active
@@ -116,9 +120,9 @@ class Prefill:
     Args:
         model, cache: what it runs on.
         max_pages: columns of the page table: the pages of the longest context.
-        max_chunk: tokens of the largest chunk.
         max_tokens: of all chunks of a call.
         max_chunks: of a call.
+        max_tokens_k: of the sequences that a call computes, as of `ops.paged_attention`.
         capture_examples: as of `PrefillStep`.
         group: of `GraphRunner`.
     """
@@ -129,22 +133,24 @@ class Prefill:
         cache: PagedKVCache,
         *,
         max_pages: int,
-        max_chunk: int,
         max_tokens: int,
         max_chunks: int,
+        max_tokens_k: int | None,
         capture_examples: CaptureExamples,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._max_pages = max_pages
-        self._max_chunk = max_chunk
         self._max_tokens = max_tokens
+        self._max_tokens_k = max_tokens_k
         self._capture_examples = capture_examples
         # To attention each chunk is a sequence, which ends where the chunk does: so it does not
         # matter to the bits of a prompt whether its chunks are computed together.
         self._prefill_batch = PrefillBatch(min(max_chunks, max_tokens), max_pages, model.device)
-        self._step = PrefillStep(model, cache, self._prefill_batch, max_chunk, capture_examples)
+        self._step = PrefillStep(
+            model, cache, self._prefill_batch, max_tokens, max_tokens_k, capture_examples
+        )
         self._runner: GraphRunner[dict[str, torch.Tensor]] | None = None
         if model.device.type != "cpu":
             buffers = StaticBuffers(self._step.buffer_specs(), max_tokens, model.device)
@@ -174,8 +180,8 @@ class Prefill:
         generator = torch.Generator().manual_seed(0)
         count = self._prefill_batch.most
         capacity = self._max_pages * self._cache.page_size
-        largest = min(self._max_chunk, capacity)
-        longest = min(capacity, max(largest, _LONGEST_EXAMPLE))
+        longest = min(capacity, _LONGEST_EXAMPLE)
+        largest = min(self._max_tokens, longest)
         rows = (largest ** torch.rand(count, generator=generator)).int()
         # Each token belongs to one of them.
         missing = max(0, self._max_tokens - int(rows.sum()))
@@ -184,6 +190,10 @@ class Prefill:
             rows[last] += more
             missing -= more
         before = (torch.rand(count, generator=generator) * (longest - rows + 1)).int()
+        if self._max_tokens_k is not None:
+            # The first of these, as far as all rows may see.
+            room = self._max_tokens_k - int(rows.sum())
+            before = before.where(before.cumsum(0) <= room, 0)
         self._prefill_batch.write(
             [0, *rows.cumsum(0).tolist()],
             (before + rows).tolist(),

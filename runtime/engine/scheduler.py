@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ostinato.graphs.arguments import as_integer
 
@@ -70,7 +71,10 @@ class Scheduler:
             whatever else runs, so that their rounding does not depend on the load either; a prompt
             whose beginning is shared has a shorter first chunk.
         sharing_unit: tokens, a divisor of `prefill_chunk`: prefixes are shared in multiples of it.
-            By default whole chunks.
+            By default whole chunks. Where it is smaller, bits do not depend on which chunks are
+            computed as one, and those of a prompt that follow one another are.
+        max_tokens_k: what the chunks of a step may see together, each all before its end; None is
+            any number. At least that of the longest prompt.
     """
 
     def __init__(
@@ -80,10 +84,13 @@ class Scheduler:
         max_batch: int,
         prefill_chunk: int,
         sharing_unit: int | None = None,
+        max_tokens_k: int | None = None,
     ) -> None:
         self.cache = cache
         self.prefill_chunk = prefill_chunk
         self._sharing_unit = prefill_chunk if sharing_unit is None else sharing_unit
+        self._joins_chunks = self._sharing_unit < prefill_chunk
+        self._max_tokens_k = math.inf if max_tokens_k is None else max_tokens_k
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
@@ -106,16 +113,18 @@ class Scheduler:
             self.running.append(request)
 
     def prefill_chunks(self, max_tokens: int) -> list[PrefillChunk]:
-        """Return the next chunk of each unfinished prompt, oldest first, up to `max_tokens`.
+        """Return the next chunks of unfinished prompts, oldest first, up to `max_tokens`.
 
         Up to a quarter of it while no fewer texts grow, which all wait for these chunks in every
         step. More prompts than texts hold up fewer tokens in fewer, longer steps, and so do the
         last prompts of many: an eighth of what runs, or more, of which half of it is enough.
 
-        Where tokens are left all have another turn, and another. The first chunk is returned
-        whatever its size.
+        Each has one; where tokens are left all have another turn, and another. The first chunk is
+        returned whatever its size.
         """
         chunks: list[PrefillChunk] = []
+        places: dict[int, int] = {}  # of the last chunk of each request
+        seen = 0
         waiting = deque((r, r.computed) for r in self.running if not r.prefilled)
         left = sum(len(request.prompt) - start for request, start in waiting)
         last = left <= max_tokens // 2 and 8 * len(waiting) >= len(self.running)
@@ -125,10 +134,16 @@ class Scheduler:
             request, start = waiting.popleft()
             whole = start - start % self.prefill_chunk + self.prefill_chunk
             stop = min(whole, len(request.prompt))
+            place = places.get(request.id) if self._joins_chunks else None
             max_tokens -= stop - start
-            if chunks and max_tokens < 0:
+            seen += stop if place is None else stop - start
+            if chunks and (max_tokens < 0 or seen > self._max_tokens_k):
                 break
-            chunks.append(PrefillChunk(request, start, stop))
+            if place is None:
+                places[request.id] = len(chunks)
+                chunks.append(PrefillChunk(request, start, stop))
+            else:
+                chunks[place] = replace(chunks[place], stop=stop)
             if stop < len(request.prompt):
                 waiting.append((request, stop))
         return chunks

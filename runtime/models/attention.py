@@ -134,6 +134,7 @@ class Attention:
             inputs.seq_lens,
             cu_seqlens_q=inputs.cu_seqlens_q,
             max_seqlen_q=inputs.max_seqlen_q,
+            max_tokens_k=inputs.max_tokens_k,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             # A window of w keys counts the query's own position; the op counts those before it.

@@ -26,7 +26,7 @@ class AttentionInputs:
     `slot_mapping` [T] int64: cache slot (page * page_size + offset) of each token, -1 to skip.
     `page_table` [B, P] int32, `seq_lens` [B] int32: KV length including this call's tokens.
     `cu_seqlens_q` [B + 1] int32: row offsets of the sequences; None when every sequence has
-    exactly `max_seqlen_q` tokens, as in decode.
+    exactly `max_seqlen_q` tokens, as in decode. `max_tokens_k`: as of `ops.paged_attention`.
     """
 
     slot_mapping: torch.Tensor
@@ -34,6 +34,7 @@ class AttentionInputs:
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor | None = None
     max_seqlen_q: int = 1
+    max_tokens_k: int | None = None
 
 
 @dataclass(frozen=True)

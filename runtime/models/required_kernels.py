@@ -10,8 +10,8 @@ import torch
 from ..jit.variant import Variant
 from ..ops.attention.append_kv_cuda import append_kernel
 from ..ops.attention.decode_cuda import decode_kernels
+from ..ops.attention.dequantize_kv import prompt_kernels
 from ..ops.attention.l2_partition import L2Probe
-from ..ops.attention.prefill_cuda import prefill_kernels
 from ..ops.collective.collective_cuda import MOST_RANKS, collective_kernel
 from ..ops.common.device import KERNEL_NAMES
 from ..ops.embed import embed_kernel
@@ -66,13 +66,7 @@ def model_kernels(
         *decode_kernels(
             dtype, config.head_dim, group, kv_dtype=kv_dtype, batch_invariant=batch_invariant
         ),
-        *prefill_kernels(
-            dtype,
-            config.head_dim,
-            kv_dtype=kv_dtype,
-            token_scales=cache_format.stores_scales,
-            batch_invariant=batch_invariant,
-        ),
+        *prompt_kernels(dtype, config.head_dim, kv_dtype, batch_invariant=batch_invariant),
         *((softcap_kernel(torch.float32),) if config.logits_softcap else ()),
         sample_kernel(torch.float32),  # what a `Decoder` returns
         *(ProcessLogits(), TokenLogprobsKernel()),  # where requests ask for more

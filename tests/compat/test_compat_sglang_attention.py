@@ -51,6 +51,7 @@ def batch_of(mode: ForwardMode, lengths: list[int], new: list[int], where: torch
         else {
             "extend_seq_lens": torch.tensor(new, dtype=torch.int32),
             "extend_seq_lens_cpu": new,
+            "extend_prefix_lens_cpu": [length - n for length, n in zip(lengths, new, strict=True)],
         }
     )
     return ForwardBatch(

@@ -100,7 +100,7 @@ def test_padding_and_what_was_computed_before_change_no_bit(scheme: str) -> None
             chunks = _chunks(lengths, before=5)
             cache = chunks["cache"]
             capture_examples = CaptureExamples(cache, 8)
-            step = PrefillStep(model, cache, sequences, MAX_CHUNK, capture_examples)
+            step = PrefillStep(model, cache, sequences, MAX_CHUNK, None, capture_examples)
             buffers = StaticBuffers(step.buffer_specs(), bucket, "cpu")
             runner = GraphRunner(step, buffers)
             runner.capture([bucket], verify=False)
@@ -118,7 +118,7 @@ def test_a_warm_up_writes_nothing_whatever_sequences_were_there() -> None:
     cache = chunks["cache"]
     sequences = PrefillBatch(4, MAX_PAGES, torch.device("cpu"))
     sequences.write(chunks["cu_seqlens"], chunks["seq_lens"], chunks["page_table"])
-    step = PrefillStep(tiny_llama(), cache, sequences, MAX_CHUNK, CaptureExamples(cache, 8))
+    step = PrefillStep(tiny_llama(), cache, sequences, MAX_CHUNK, None, CaptureExamples(cache, 8))
     before = cache.storage.clone()
     GraphRunner(step, StaticBuffers(step.buffer_specs(), 8, "cpu")).capture([8], verify=False)
     assert torch.equal(cache.storage, before)
@@ -149,11 +149,23 @@ def test_each_token_of_an_example_belongs_to_a_text(options: dict[str, Any]) -> 
     rows = views.cu_seqlens.diff()
     capacity = views.page_table.size(1) * PAGE_SIZE
     assert rows.min() >= 1
-    assert rows.max() <= min(16, capacity)
+    assert rows.max() <= min(prefill._max_tokens, capacity)
     assert views.cu_seqlens[-1] >= prefill._max_tokens
     assert (views.seq_lens >= rows).all()
     assert views.seq_lens.max() <= capacity
     assert views.page_table.min() >= 1
+
+
+def test_examples_have_no_more_tokens_than_there_is_room_for() -> None:
+    engine = _engine(max_batch=40)
+    prefill = engine._prefill
+    prefill._max_tokens_k = room = prefill._max_tokens + 200
+    with engine._capture_examples.lent():
+        prefill._write_examples()
+    views = prefill._prefill_batch.first(1 << 20)
+    with_rows = torch.minimum(views.cu_seqlens, torch.tensor(prefill._max_tokens)).diff() > 0
+    tokens = int(views.seq_lens[with_rows].sum())
+    assert prefill._max_tokens < tokens <= room
 
 
 def _engine(device: torch.device | str = "cpu", **options: Any) -> Engine:

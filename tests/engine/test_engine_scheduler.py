@@ -21,7 +21,7 @@ TOKENIZER = byte_tokenizer()
 
 
 def make_scheduler(
-    pages: int, max_batch: int = 4, chunk: int = 8, unit: int | None = None
+    pages: int, max_batch: int = 4, chunk: int = 8, unit: int | None = None, **options: int
 ) -> Scheduler:
     cache = PagedKVCache(
         num_layers=1,
@@ -32,7 +32,8 @@ def make_scheduler(
         dtype=torch.float32,
         device="cpu",
     )
-    return Scheduler(cache, max_batch=max_batch, prefill_chunk=chunk, sharing_unit=unit)
+    how = {"max_batch": max_batch, "prefill_chunk": chunk, "sharing_unit": unit}
+    return Scheduler(cache, **how, **options)
 
 
 def make_request(number: int, prompt: int, new_tokens: int, fill: int | None = None) -> Request:
@@ -115,6 +116,29 @@ def test_budget_that_is_left_goes_to_further_chunks() -> None:
     assert scheduler.idle
 
 
+def test_chunks_of_a_prompt_are_computed_as_one_where_bits_allow_it() -> None:
+    scheduler = make_scheduler(pages=40, chunk=8, unit=4)
+    for number, prompt in enumerate((30, 3, 17)):
+        scheduler.submit(make_request(number, prompt=prompt, new_tokens=1))
+    assert step(scheduler, budget=40).prefilled == [(0, 0, 16), (1, 0, 3), (2, 0, 16)]
+    assert step(scheduler, budget=40).prefilled == [(0, 16, 30), (2, 16, 17)]
+    assert scheduler.idle
+
+
+def test_a_step_sees_as_many_tokens_as_there_is_room_for() -> None:
+    """Each chunk, or those that are computed as one, all before its end; one has room always."""
+    for unit, first in ((4, [(0, 0, 8), (1, 0, 8), (2, 0, 8)]), (8, [(0, 0, 8), (1, 0, 8)])):
+        scheduler = make_scheduler(pages=40, chunk=8, unit=unit, max_tokens_k=25)
+        for number in range(3):
+            scheduler.submit(make_request(number, prompt=24, new_tokens=1))
+        done = []
+        while not scheduler.idle:
+            done.append(step(scheduler, budget=100).prefilled)
+            assert sum(stop for _, _, stop in done[-1]) <= 25
+        assert done[0][: len(first)] == first
+        assert sum(stop - start for chunks in done for _, start, stop in chunks) == 3 * 24
+
+
 def test_the_newest_request_is_preempted_and_resumed() -> None:
     scheduler = make_scheduler(pages=5)
     for number in range(2):
@@ -168,7 +192,8 @@ def test_parts_of_chunks_are_shared_where_bits_allow_it() -> None:
         step(scheduler)
     scheduler.submit(make_request(1, prompt=40, new_tokens=1, fill=7))
     # Further chunks begin at multiples of the chunk again.
-    assert step(scheduler).prefilled == [(1, 24, 32), (1, 32, 40)]
+    assert step(scheduler, budget=8).prefilled == [(1, 24, 32)]
+    assert step(scheduler, budget=8).prefilled == [(1, 32, 40)]
     scheduler.submit(make_request(2, prompt=12, new_tokens=1, fill=7))
     assert step(scheduler).prefilled == [(2, 8, 12)]
 

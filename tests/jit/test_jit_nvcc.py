@@ -9,9 +9,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jit_probe import Probe
@@ -27,6 +25,7 @@ from ostinato.jit.toolchain import require_cutlass, require_nvcc
 from ostinato.jit.variant import Variant
 from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.attention.decode_variants import AttentionDecode
+from ostinato.ops.attention.dequantize_kv import DequantizeKV
 from ostinato.ops.attention.merge_states import MergeStates
 from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.catalogue import CATALOGUE
@@ -37,12 +36,6 @@ from ostinato.ops.linear.quantize_cuda import Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
 
 pytestmark = pytest.mark.nvcc
-
-_WAYS_OF_8_BIT_PREFILL: tuple[dict[str, Any], ...] = (
-    *({"head_dim": dim} for dim in (64, 128, 256)),
-    *({"head_dim": dim, "token_scales": True} for dim in (64, 128, 256)),
-    {"head_dim": 128, "warpgroups": 3},
-)
 
 _PROBE_BUDGET = {"registers": 168, "stack": 0, "spills": 0, "smem": 0}
 
@@ -99,10 +92,8 @@ def test_kernels_are_within_their_budgets() -> None:
         *(AttentionPrefill(head_dim=d, dtype="e4m3", out_dtype="bf16") for d in (64, 128, 256)),
         Embed(dtype="bf16"),
         AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", warpgroups=3),
-        *(
-            AttentionPrefill(dtype="bf16", kv_dtype=kv_dtype, keys="slots", **how)
-            for kv_dtype, how in zip(cycle(("int8", "e4m3")), _WAYS_OF_8_BIT_PREFILL, strict=False)
-        ),
+        DequantizeKV(dtype="bf16", kv_dtype="e4m3"),
+        DequantizeKV(dtype="fp16", kv_dtype="int8"),
         MergeStates(dtype="bf16"),
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         Quantize(kind="rms_norm", in_dtype="fp32", out_dtype="fp32"),
@@ -236,28 +227,6 @@ def test_impossible_prefill_kernels_do_not_compile(define: str, sentence: str) -
     name = define.partition("=")[0]
     flags = [f for f in plan(_PREFILL).flags if not f.startswith(f"-D{name}=")]
     assert sentence in _errors(_PREFILL.source, [*flags, f"-D{define}"])
-
-
-_PREFILL_8_BIT = AttentionPrefill(head_dim=128, dtype="bf16", kv_dtype="e4m3", keys="slots")
-
-
-@pytest.mark.parametrize(
-    ("define", "sentence"),
-    sampled(
-        [
-            ("OSTINATO_SOURCE=Pages", "8-bit keys and values become 16-bit operands"),
-            ("OSTINATO_CACHE=Same", "16-bit keys and values have no scales"),
-            ("OSTINATO_HEAD_DIM=96", "8-bit heads have 64, 128 or 256 elements"),
-            ("OSTINATO_KEYS=112", "each lane has as many vectors"),
-        ],
-        5,
-    ),
-)
-def test_impossible_8_bit_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:
-    variant = replace(_PREFILL_8_BIT, token_scales=True)
-    name = define.partition("=")[0]
-    flags = [f for f in plan(variant).flags if not f.startswith(f"-D{name}=")]
-    assert sentence in _errors(variant.source, [*flags, f"-D{define}"])
 
 
 _PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", warpgroups=3)

@@ -14,6 +14,7 @@ from ostinato.jit.sources import read_sources
 from ostinato.jit.variant import Variant
 from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.attention.decode_variants import AttentionDecode
+from ostinato.ops.attention.dequantize_kv import DequantizeKV
 from ostinato.ops.attention.merge_states import MergeStates
 from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.catalogue import CATALOGUE
@@ -33,6 +34,7 @@ _FUSED = {
     "out_dtype": "bf16",
     "max_k": 4096,
 }
+_DEQUANTIZE = {"dtype": "bf16", "kv_dtype": "int8"}
 _PREFILL = {"dtype": "bf16", "head_dim": 192}
 _PREFILL_FP8 = {"dtype": "e4m3", "out_dtype": "bf16", "head_dim": 128}
 
@@ -158,22 +160,11 @@ def test_8_bit_prefill_has_an_output_of_another_dtype() -> None:
     assert AttentionPrefill(**_PREFILL).defines()["OSTINATO_BYTES"] == "0"
 
 
-def test_prefill_over_8_bit_keys_is_named_by_their_dtype_and_scales() -> None:
-    kernel = AttentionPrefill(dtype="bf16", kv_dtype="e4m3", head_dim=128, keys="slots")
-    assert kernel.name == "attention_prefill-bf16-e4m3_kv-d128-slots"
+def test_what_dequantises_is_named_by_both_dtypes() -> None:
+    kernel = DequantizeKV(dtype="bf16", kv_dtype="e4m3")
+    assert kernel.name == "dequantize_kv-bf16-e4m3"
     macros = kernel.defines()
-    assert (macros["OSTINATO_QUERY"], macros["OSTINATO_CACHE"]) == ("__nv_bfloat16", "E4m3")
-    assert macros["OSTINATO_TYPE"] == "__half"
-    assert (macros["OSTINATO_KEYS"], macros["OSTINATO_CONSUMERS"]) == ("128", "2")
-    wide = replace(kernel, warpgroups=3)
-    assert wide.name == "attention_prefill-bf16-e4m3_kv-d128-slots-w3"
-    of_tokens = replace(kernel, kv_dtype="int8", token_scales=True)
-    assert of_tokens.name == "attention_prefill-bf16-int8_kv-token_scales-d128-slots"
-    assert of_tokens.defines()["OSTINATO_TOKEN_SCALES"] == "1"
-    assert of_tokens.defines()["OSTINATO_TYPE"] == "__half"
-    assert AttentionPrefill(**_PREFILL).defines()["OSTINATO_CACHE"] == "Same"
-    for variant in (kernel, wide, of_tokens):
-        assert AttentionPrefill.from_name(variant.name) == variant
+    assert macros == {"OSTINATO_TYPE": "__nv_bfloat16", "OSTINATO_CACHE": "__nv_fp8_e4m3"}
 
 
 def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
@@ -214,21 +205,8 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (AppendKV, _APPEND, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"cache_dtype": "fp16"}, "cache_dtype: got 'fp16', expected 'bf16' or"),
         (AttentionPrefill, _PREFILL, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
-        (AttentionPrefill, _PREFILL, {"kv_dtype": "fp16"}, "kv_dtype: got 'fp16', expected 'bf16'"),
-        (AttentionPrefill, _PREFILL, {"kv_dtype": "int8"}, "head_dim: got 192, expected 64 or"),
-        (AttentionPrefill, _PREFILL, {"token_scales": True}, "token_scales: got True, expected"),
-        (
-            AttentionPrefill,
-            {**_PREFILL, "head_dim": 128, "kv_dtype": "int8"},
-            {"keys": "pages"},
-            "keys: got 'pages', expected 'packed' or 'slots'",
-        ),
-        (
-            AttentionPrefill,
-            {**_PREFILL, "head_dim": 128, "kv_dtype": "e4m3", "token_scales": True},
-            {"warpgroups": 3},
-            "warpgroups: got 3, expected 0",
-        ),
+        (DequantizeKV, _DEQUANTIZE, {"dtype": "fp32"}, "dtype: got 'fp32', expected 'bf16' or"),
+        (DequantizeKV, _DEQUANTIZE, {"kv_dtype": "bf16"}, "kv_dtype: got 'bf16', expected 'int8'"),
         (AttentionPrefill, _PREFILL, {"keys": "dense"}, "keys: got 'dense', expected 'packed' or"),
         (AttentionPrefill, _PREFILL, {"head_dim": 72}, "head_dim: got 72, expected a multiple of"),
         (AttentionPrefill, _PREFILL, {"value_dim": 272}, "value_dim: got 272, expected a multiple"),

@@ -59,7 +59,7 @@ _INSTRUCTIONS = {
 }
 _KERNELS = (
     "attention/decode/decode_sm90.cu",
-    "attention/prefill/prefill_sm90.cu",
+    "attention/dequantize/dequantize_kv.cu",
     "gemm_w8a8/fused/activated_linear_sm90.cu",
     "gemm_w8a8/fused/fused_linear_sm90.cu",
     "gemm_w8a8/moe/moe_linear_sm90.cu",

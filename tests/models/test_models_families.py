@@ -34,6 +34,7 @@ from ostinato.models import (
 )
 from ostinato.models.layout import shard
 from ostinato.ops.attention.append_kv_cuda import AppendKV
+from ostinato.ops.attention.dequantize_kv import DequantizeKV
 from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.linear.gemm_variants import GemmTiled
 from ostinato.ops.linear.quantize_cuda import NORMS, Quantize
@@ -443,11 +444,10 @@ def test_kernels_named_ahead_of_an_8_bit_cache(
     by_scheme = {None: "bf16", "int": "int8", "float": "e4m3"}
     expected = {"auto": by_scheme[scheme], "fp8": "e4m3"}.get(asked, asked)
     assert {kernel.cache_dtype for kernel in ahead if isinstance(kernel, AppendKV)} == {expected}
-    prompts = [kernel for kernel in ahead if isinstance(kernel, AttentionPrefill)]
-    assert {kernel.kv_dtype for kernel in prompts} == {expected}
-    # INT8 shows NaN by scales of tokens, whatever they are.
-    of_tokens = expected == "int8" or (expected == "e4m3" and stored.scales == "token")
-    assert {kernel.token_scales for kernel in prompts} == {of_tokens}
+    dequantized = {kernel.kv_dtype for kernel in ahead if isinstance(kernel, DequantizeKV)}
+    assert dequantized == {expected} - {"bf16"}
+    lie = {kernel.keys for kernel in ahead if isinstance(kernel, AttentionPrefill)}
+    assert lie == ({"packed"} if dequantized else {"pages", "slots"})
 
 
 def layer_of(name: str) -> Any:

@@ -14,8 +14,7 @@ from ostinato.cli import model_flags
 from ostinato.models import KVFormat, PagedKVCache, kv_format, sequence_logits
 from ostinato.models.families.llama import Llama
 from ostinato.models.kv_format import AUTO, KV_DTYPES, SCALE_KINDS
-from ostinato.ops.attention import prefill_cuda
-from ostinato.ops.attention.prefill_variants import AttentionPrefill
+from ostinato.ops.attention import dequantize_kv, prefill_cuda
 from ostinato.ops.common.e4m3 import as_bytes, to_float32
 from tiny import KV_CACHES, tiny_llama
 
@@ -160,12 +159,12 @@ def test_prompts_take_a_kernel_that_is_named_ahead(
     )
     layer = pages.layer(1)
     k_scale, v_scale = layer.stored_scales
-    scales = None
-    if k_scale is not None and v_scale is not None:
-        scales = prefill_cuda.KvScales(k_scale, v_scale)
     q = torch.zeros(70, model.config.num_heads, 64, dtype=dtype)
     table = torch.ones(1, 2, dtype=torch.int32)
-    taken = prefill_cuda.paged_variant(q, layer.k, layer.v, table, q, 70, True, scales)
-    named = {x for x in model.kernels(stored) if isinstance(x, AttentionPrefill)}
-    assert taken in named
-    assert {x.kv_dtype for x in named} == {taken.kv_dtype if taken else None}
+    if k_scale is None:
+        assert v_scale is None
+        taken = prefill_cuda.paged_variant(q, layer.k, layer.v, table, q, 70, True)
+    else:
+        how = {"tokens": 32, "batch_invariant": True}
+        taken = dequantize_kv.variant(q, layer.k, layer.v, q, 1, 70, **how)
+    assert taken in model.kernels(stored)

@@ -168,11 +168,6 @@ def _attention() -> Iterator[Variant]:
             yield AttentionDecode(dtype=dtype, head_dim=dim, cluster=4, **invariant)
         for keys in ("packed", "pages", "slots"):
             yield AttentionPrefill(dtype=dtype, head_dim=dim, keys=keys)
-    for dtype, kv_dtype, dim in product(("bf16", "fp16"), OPERAND_DTYPES, (64, 128, 256)):
-        packed = AttentionPrefill(dtype=dtype, kv_dtype=kv_dtype, head_dim=dim)
-        yield from (packed, replace(packed, token_scales=True))
-        if dim == 128:
-            yield replace(packed, warpgroups=3)
     for dim, kv_dtype in product((16, 80), OPERAND_DTYPES):
         for how in (*alone, {"cluster": 2}, {"cluster": 8}):
             yield AttentionDecode(dtype="bf16", kv_dtype=kv_dtype, head_dim=dim, **how)

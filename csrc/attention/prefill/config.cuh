@@ -16,14 +16,7 @@
 
 // -DOSTINATO_HEAD_DIM=n     of queries and keys, a multiple of 16
 // -DOSTINATO_VALUE_DIM=n    of values and output, a multiple of 16
-// -DOSTINATO_TYPE=__nv_bfloat16|__half|__nv_fp8_e4m3  operands of the MMAs: queries, keys, values
-//                           and weights
-// -DOSTINATO_QUERY=__nv_bfloat16|__half|__nv_fp8_e4m3  queries in memory: as the operands, or bf16
-//                           beside fp16 operands (query_converter.cuh)
-// -DOSTINATO_CACHE=Same|E4m3|Int8   keys and values in memory: as the operands, or of 8 bits with
-//                           scales, which the producer dequantises (kv_dequantizer.cuh)
-// -DOSTINATO_TOKEN_SCALES=0|1       1: 8-bit keys and values have scales for each token and KV head
-//                           (token_scales.cuh), else for each KV head or one
+// -DOSTINATO_TYPE=__nv_bfloat16|__half|__nv_fp8_e4m3  of queries, keys, values and weights
 // -DOSTINATO_OUT=__nv_bfloat16|__half                 of the output
 // -DOSTINATO_BYTES=0|1       1: elements have 8 bits
 // -DOSTINATO_KEYS=n         keys per tile, a multiple of the k of an MMA: 16, or 32 with 8 bits
@@ -34,34 +27,14 @@
 namespace ostinato::prefill {
 
 using Type = OSTINATO_TYPE;
-using QueryType = OSTINATO_QUERY;
 using OutType = OSTINATO_OUT;
 inline constexpr int kElement = sizeof(Type);
 inline constexpr bool kFp8 = OSTINATO_BYTES != 0;
 static_assert(kFp8 == (kElement == 1), "the macros agree on the elements");
 using Params = PrefillParams;
 
-// Keys and values in global memory.
-namespace cache_types {
-using Same = Type;
-using E4m3 = __nv_fp8_e4m3;
-using Int8 = int8_t;
-}  // namespace cache_types
-using CacheType = cache_types::OSTINATO_CACHE;
-inline constexpr int kCacheElement = sizeof(CacheType);
-inline constexpr bool kDequantizes = !std::is_same_v<CacheType, Type>;
-inline constexpr bool kTokenScales = OSTINATO_TOKEN_SCALES != 0;
-static_assert(!kTokenScales || kDequantizes, "16-bit keys and values have no scales");
-inline constexpr bool kConvertsQueries = !std::is_same_v<QueryType, Type>;
-static_assert(!kConvertsQueries || (kDequantizes && std::is_same_v<QueryType, __nv_bfloat16> &&
-                                    std::is_same_v<Type, __half>),
-              "only dequantised keys and values differ from the queries");
-
 enum class Source { Packed, Pages, Slots };
 inline constexpr Source kSource = Source::OSTINATO_SOURCE;
-
-// Whether TMA copies keys and values.
-inline constexpr bool kCopiesKv = kSource != Source::Slots && !kDequantizes;
 
 inline constexpr int kDim = OSTINATO_HEAD_DIM;
 inline constexpr int kValueDim = OSTINATO_VALUE_DIM;
@@ -75,8 +48,6 @@ static_assert(kKeys % kMmaDepth == 0 && kKeys >= 16 && kKeys <= (kFp8 ? 128 : 25
 static_assert(!kFp8 || (kSource == Source::Packed &&
                         (kValueDim == 64 || kValueDim == 128 || kValueDim == 256)),
               "8-bit values are packed, of 64, 128 or 256 columns");
-static_assert(!kDequantizes || (!kFp8 && kSource != Source::Pages),
-              "8-bit keys and values become 16-bit operands; threads read them, not TMA");
 static_assert(kConsumers == 2 || kConsumers == 3, "two or three warpgroups multiply");
 
 // A warpgroup has 64 rows: queries of one head, or of several heads of a group (packed GQA).
@@ -109,14 +80,10 @@ inline constexpr int kPromotionBytes = kPromotesToGmem ? kOutputs * 4 * kConsume
 // With three consumer warpgroups and head dims up to 64, consumers can give up registers to warps
 // that copy pages.
 struct Registers {
-  static constexpr RegisterSplit kDequantizing =
-      kConsumers == 3 ? RegisterSplit{56, 152} : RegisterSplit{56, 224};
   static constexpr bool kSpares =
       kSource == Source::Pages && kConsumers == 3 && kOutputs <= 32 && !kDebugPrint;
-  static constexpr RegisterSplit kSplit = kSpares ? RegisterSplit{56, 152}
-                                          : kDequantizes && !kDebugPrint
-                                              ? kDequantizing
-                                              : RegisterTable<kConsumers, kDebugPrint>::kSplit;
+  static constexpr RegisterSplit kSplit =
+      kSpares ? RegisterSplit{56, 152} : RegisterTable<kConsumers, kDebugPrint>::kSplit;
 };
 static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
 static_assert(kScores + kKeySteps * 4 + kOutputs +
@@ -166,14 +133,7 @@ inline constexpr int kTableBytes = kMaxBatch * 24 + 2048;
 // ended (consumer.cuh). The output reuses the buffer of its work tile's queries, unless there is
 // only one such buffer and room for both, or the output is larger. (With 8-bit queries and head dim
 // 256 the output is larger and fits nowhere else: it is written in two passes.)
-// Scales of tokens have as many stages as keys.
-inline constexpr int kMostScaleStages = kDim > 64 ? 4 : 8;
-inline constexpr int kScaleBytes =
-    kTokenScales
-        ? round_up(kMostScaleStages * (kKeys + 18) * 2 * static_cast<int>(sizeof(float)) + 256,
-                   1024)
-        : 0;
-inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes - kScaleBytes;
+inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes;
 inline constexpr int kLeastRing = 2 * kStageBytes;
 inline constexpr int kPasses = kFp8 && kValueDim == 256 ? 2 : 1;
 inline constexpr bool kOutputFits = kOutputBytes / kPasses <= kQueryBytes;
@@ -199,7 +159,6 @@ inline constexpr bool kSpareIsKeys =
 inline constexpr bool kSparesBoth = kPromotesToGmem && kRoomLeft >= kValueBytes + kKeyBytes;
 inline constexpr int kKeyStages = kStages + (kSpareIsKeys || kSparesBoth ? 1 : 0);
 inline constexpr int kValueStages = kStages + (kHasSpareTile && !kSpareIsKeys ? 1 : 0);
-static_assert(!kTokenScales || kKeyStages <= kMostScaleStages, "scales have room");
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kKeyStages,
               "keys that a warpgroup leaves out all come before its first product");
@@ -210,8 +169,7 @@ inline constexpr int kWorkTiles = 3;
 // Whether one warp finds work tiles and copies queries, and one each copies keys and values. For
 // three consumer warpgroups: finding a work tile takes as long as multiplying a tile, and the first
 // keys that the first of them uses are those of the third tile (docs/notebooks/prefill.md).
-inline constexpr bool kHasFinder =
-    kSource != Source::Slots && !kFp8 && !kDequantizes && kConsumers == 3;
+inline constexpr bool kHasFinder = kSource != Source::Slots && !kFp8 && kConsumers == 3;
 // That warp also reads the ids of a work tile's first pages, to hide their latency from the copies.
 inline constexpr bool kHandsOverBoxes = kHasFinder && kSource == Source::Pages;
 

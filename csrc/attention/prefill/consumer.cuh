@@ -3,11 +3,11 @@
 //
 // The QK MMAs of the next tile and the PV MMAs of the current one are issued together, and the
 // softmax of the next tile overlaps with the PV MMAs. Two warpgroups alternate: one issues MMAs
-// while the other computes softmax. MMAs of one of three are enqueued while another one weighs.
+// while the other computes softmax.
+// enqueued while another weighs.
 #pragma once
 
 #include "consumer_base.cuh"
-#include "query_converter.cuh"
 #include "recompute_scores.cuh"
 
 namespace ostinato::prefill {
@@ -19,10 +19,6 @@ class Consumer : public ConsumerBase<Softmax> {
 
  private:
   friend ConsumerBase;
-
-  // While the output is stored, registers have no room for more in three warpgroups that have given
-  // some to warps that dequantise.
-  static constexpr bool kFindsVisibleEarly = !(kDequantizes && kConsumers == 3);
 
   // Register fragments of a thread; asynchronous MMAs own them until they complete.
   struct Fragments {
@@ -58,14 +54,13 @@ class Consumer : public ConsumerBase<Softmax> {
   }
 
   // Softmax of the n-th tile: scores become weights.
-  __device__ __forceinline__ bool weigh(const WorkTile& work_tile, int n,
+  __device__ __forceinline__ bool weigh(const WorkTile& work_tile, int n, bool masked,
                                         float (&scores)[kScores]) {
-    // Once a row's maximum covers a whole tile it need not be looked for.
-    if (n <= outline_.masked) {
-      return softmax_.weigh(scores, scales(), work_tile.tile(n) * kKeys, n < outline_.masked,
+    if (masked || !softmax_.is_settled()) {
+      return softmax_.weigh(scores, work_tile.tile(n) * kKeys, masked,
                             [&] { return find_visible_keys(work_tile); });
     }
-    return softmax_.weigh_blindly(scores, scales(), Recompute{*this, work_tile, n});
+    return softmax_.weigh_blindly(scores, Recompute{*this, work_tile, n});
   }
   struct Recompute {
     const Consumer& consumer;
@@ -82,36 +77,16 @@ class Consumer : public ConsumerBase<Softmax> {
   __device__ __forceinline__ void weigh_first(int tile, const VisibleKeys& visible, Fragments& r) {
     pin(r.scores);
     release<Keys>(keys_);
-    softmax_.read_key_scales(scales());
-    softmax_.weigh(r.scores, scales(), tile * kKeys, outline_.masked > outline_.first,
+    softmax_.weigh(r.scores, tile * kKeys, outline_.masked > outline_.first,
                    [&] { return visible; });
-    release_scales();
     pack_weights(r.scores, r.weights);
-  }
-
-  // Waits for the queries of a work tile, as operands.
-  __device__ __forceinline__ Operand await_operands(const RingPosition& position) {
-    const Operand queries = await_queries(position);
-    if constexpr (kConvertsQueries) {
-      convert_queries(shared_, shared_.queries[position.slot][warpgroup_], position.slot,
-                      warpgroup_);
-    }
-    return queries;
-  }
-  __device__ __forceinline__ void begin_softmax(int kv_head, int buffer) {
-    if constexpr (kConvertsQueries) {
-      softmax_.begin(kv_head, query_unit_of(shared_, buffer, warpgroup_, row_of_thread(0)),
-                     query_unit_of(shared_, buffer, warpgroup_, row_of_thread(1)));
-    } else {
-      softmax_.begin(kv_head);
-    }
   }
 
   // Scores and weights of the first tile.
   __device__ __forceinline__ void start(const WorkTile& work_tile, Fragments& r) {
+    softmax_.begin();
     outline_ = outline_of(work_tile, work_tile);
-    const Operand queries = await_operands(queries_);
-    begin_softmax(work_tile.kv_head, queries_.slot);
+    const Operand queries = await_queries(queries_);
     skip<Keys>(outline_.first, keys_);
     const KeysOperand keys(await<Keys>(keys_));
     pin(r.scores);
@@ -129,7 +104,7 @@ class Consumer : public ConsumerBase<Softmax> {
   // Waits for the values of a tile, and clears those that are masked for all queries.
   __device__ __forceinline__ ValuesOperand await_values(const WorkTile& work_tile, int n) {
     const uint8_t* const values = await<Values>(values_);
-    if (!kDequantizes && n < outline_.ragged) {  // else the producer wrote zeros
+    if (n < outline_.ragged) {
       clear_values(work_tile, work_tile.tile(n), values_);
     }
     return ValuesOperand(values, kStripStep);
@@ -155,14 +130,12 @@ class Consumer : public ConsumerBase<Softmax> {
       multiply_keys(queries, keys, r.scores);
       multiply_values(r.weights, values, r.outputs, n > first + 1);
       give_turn();
-      softmax_.read_key_scales(scales(keys_.slot));
       wait_multiplied<1>();
       pin(r.scores);
       release<Keys>(keys_);
       // Values are released as early as possible: the tile that replaces them is needed when the
       // next scores are ready.
-      const bool raised = weigh(work_tile, n, r.scores);
-      release_scales();
+      const bool raised = weigh(work_tile, n, n < masked, r.scores);
       wait_multiplied<0>();
       pin(r.outputs);
       pin(r.weights);
@@ -200,7 +173,7 @@ class Consumer : public ConsumerBase<Softmax> {
       const Tiles& tiles = next;
       const Queries& rows = next;
       if (begins_early(tiles, rows)) {
-        end_and_start(work_tile, next, tiles, rows, r);
+        end_and_start(work_tile, tiles, rows, r);
         return true;
       }
     }
@@ -222,13 +195,12 @@ class Consumer : public ConsumerBase<Softmax> {
     epilogue_.store(work_tile, queries_.slot, softmax_, r.outputs);
   }
 
-  __device__ __forceinline__ void end_and_start(const WorkTile& work_tile, const WorkTile& next,
-                                                const Tiles& tiles, const Queries& rows,
-                                                Fragments& r) {
+  __device__ __forceinline__ void end_and_start(const WorkTile& work_tile, const Tiles& tiles,
+                                                const Queries& rows, Fragments& r) {
     RingPosition ahead = queries_;
     ahead.advance(kQueryBuffers);
     const int first = rows.skipped(warpgroup_);
-    const Operand queries = await_operands(ahead);
+    const Operand queries = await_queries(ahead);
     // The first tile after skipped ones may become available only after other warpgroups' turns.
     if (first > 0) {
       give_turn();
@@ -241,18 +213,12 @@ class Consumer : public ConsumerBase<Softmax> {
     if (first == 0) {
       give_turn();
     }
-    VisibleKeys visible;
-    if constexpr (kFindsVisibleEarly) {
-      visible = find_visible_keys(rows);
-    }
+    const VisibleKeys visible = find_visible_keys(rows);
     wait_multiplied<1>();
     end(work_tile, r);
-    if constexpr (!kFindsVisibleEarly) {
-      visible = find_visible_keys(rows);
-    }
     pass_turns(min(first, 1));
     skip<Values>(first, values_);
-    begin_softmax(next.kv_head, ahead.slot);
+    softmax_.begin();
     outline_ = outline_of(tiles, rows);
     wait_multiplied<0>();
     weigh_first(tiles.tile(first), visible, r);

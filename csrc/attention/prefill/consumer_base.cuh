@@ -5,7 +5,6 @@
 #include "common/ring.cuh"
 #include "epilogue.cuh"
 #include "nonfinite_repair.cuh"
-#include "token_scales.cuh"
 
 namespace ostinato::prefill {
 
@@ -91,7 +90,7 @@ class ConsumerBase {
   template <class What>
   __device__ __forceinline__ const uint8_t* await(const RingPosition& position) {
     wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
-    if constexpr (kSource == Source::Slots && !kDequantizes) {
+    if constexpr (kSource == Source::Slots) {
       fence_shared_for_tma();  // written by cp.async, read by wgmma
     }
     return ring_of<What>(shared_).tiles[position.slot];
@@ -106,30 +105,6 @@ class ConsumerBase {
     position.advance(kStagesOf<What>);
   }
 
-  // The stage of the keys that have been released last.
-  __device__ __forceinline__ int scale_slot() const {
-    return keys_.slot == 0 ? kKeyStages - 1 : keys_.slot - 1;
-  }
-  // The scales of the tokens of that tile, or of another stage; null if tokens have none.
-  __device__ __forceinline__ const TileScales* scales() const { return scales(scale_slot()); }
-  __device__ __forceinline__ const TileScales* scales(int slot) const {
-    if constexpr (kTokenScales) {
-      return &tile_scales_of(shared_, slot);
-    } else {
-      return nullptr;
-    }
-  }
-  // Each warp releases them for itself.
-  __device__ __forceinline__ void release_scales() {
-    if constexpr (kTokenScales) {
-      OSTINATO_DELAY(prefill_scales_release, warpgroup_ == 0);
-      __syncwarp();
-      if (opaque(threadIdx.x) % 32 == 0) {  // found anew: registers are few
-        arrive(scales_empty_of(shared_, scale_slot()));
-      }
-    }
-  }
-
   // Skips tiles that this warpgroup does not multiply. A tile is released only after all threads
   // have waited for it, which MMAs would ensure otherwise.
   template <class What>
@@ -139,9 +114,6 @@ class ConsumerBase {
       wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
       sync_warpgroup(warpgroup_);
       release<What>(position);
-      if constexpr (std::is_same_v<What, Keys>) {
-        release_scales();
-      }
     }
   }
   // Takes and gives turns for skipped tiles. The first turn comes after another warpgroup's first
@@ -207,12 +179,11 @@ class ConsumerBase {
   }
 
   // The query of one of the thread's rows, or null.
-  __device__ __forceinline__ const QueryType* find_query(const WorkTile& work_tile,
-                                                         int half) const {
+  __device__ __forceinline__ const Type* find_query(const WorkTile& work_tile, int half) const {
     const Params& p = args_.params;
     const RowOf row(args_, warpgroup_, row_of_thread(half));
     return row.query < work_tile.queries
-               ? static_cast<const QueryType*>(p.q.data) +
+               ? static_cast<const Type*>(p.q.data) +
                      int64_t{work_tile.first_row + row.query} * p.q.stride +
                      int64_t{work_tile.first_head + row.head} * p.q.head_stride
                : nullptr;

@@ -20,8 +20,7 @@ struct RowOf {
   }
 };
 
-// The factor that normalises a row's outputs, including the sink and the scale of dequantised
-// values; writes the row's LSE.
+// The factor that normalises a row's outputs, including the sink; writes the row's LSE.
 __device__ __forceinline__ float finish_row(const Arguments& args, const WorkTile& work_tile,
                                             const RowOf& row, bool writes, float maximum,
                                             float total) {
@@ -41,9 +40,6 @@ __device__ __forceinline__ float finish_row(const Arguments& args, const WorkTil
     const int64_t token = work_tile.first_row + row.query;
     static_cast<float*>(p.lse.data)[token * p.lse.stride + head * p.lse.head_stride] =
         total == 0 ? -INFINITY : (maximum + log2f(total)) * kLn2;
-  }
-  if constexpr (kDequantizes && !kTokenScales) {
-    factor *= p.v_scale[work_tile.kv_head * p.v_scale_stride];
   }
   return total == 0 ? 0.0f : __fdividef(factor, total);
 }

@@ -7,61 +7,22 @@
 // values never cause it.
 #pragma once
 
-#include "common/e4m3.cuh"
+#include "kv_address.cuh"
 #include "score_fragment.cuh"
-#include "token_scales.cuh"
 
 namespace ostinato::prefill {
-
-// Page and slot of a key and its value in global memory, for code that reads them without TMA.
-struct KvAddress {
-  int64_t page, slot;
-
-  __device__ __forceinline__ KvAddress(const Arguments& args, const WorkTile& work_tile, int key) {
-    if constexpr (kSource == Source::Packed) {
-      page = 0;
-      slot = work_tile.first_key + key;
-    } else {
-      const Params& p = args.params;
-      const int index = args.page_of(key);
-      page = p.page_table[work_tile.first_key * p.page_table_stride + index];
-      slot = key - index * p.page_size;
-    }
-  }
-
-  __device__ __forceinline__ const CacheType* key(const Params& p,
-                                                  const WorkTile& work_tile) const {
-    return static_cast<const CacheType*>(p.k.data) + page * p.k.page_stride + slot * p.k.stride +
-           work_tile.kv_head * p.k.head_stride;
-  }
-  __device__ __forceinline__ const CacheType* value(const Params& p,
-                                                    const WorkTile& work_tile) const {
-    return static_cast<const CacheType*>(p.v.data) + page * p.v.page_stride + slot * p.v.stride +
-           work_tile.kv_head * p.v.head_stride;
-  }
-  // The scale of a token, of keys or values.
-  __device__ __forceinline__ float scale(const Slots& scales, const WorkTile& work_tile) const {
-    return read_token_scale(scales, page, slot, work_tile.kv_head);
-  }
-};
 
 // Index of a thread's output element in its row `half`.
 __device__ __forceinline__ constexpr int output_index(int half, int group, int i) {
   return group * 4 + half * 2 + i;
 }
 
-template <class T>
-__device__ __forceinline__ float2 load_pair(const T* from) {
-  if constexpr (kDequantizes && std::is_same_v<T, __nv_fp8_e4m3>) {
-    // The instruction's 16-bit registers would be in local memory.
-    return make_float2(e4m3_to_float(from[0].__x), e4m3_to_float(from[1].__x));
-  } else {
-    return make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]));
-  }
+__device__ __forceinline__ float2 load_pair(const Type* from) {
+  return make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]));
 }
 
 // Computes q·k: each thread sums every fourth pair of the head dim, and its quad adds the results.
-__device__ __forceinline__ float score_of(const QueryType* q, const CacheType* k) {
+__device__ __forceinline__ float score_of(const Type* q, const Type* k) {
   float sum = 0;
 #pragma unroll 1
   for (int column = first_column(); column < kDim; column += 8) {
@@ -72,29 +33,12 @@ __device__ __forceinline__ float score_of(const QueryType* q, const CacheType* k
   return sum + __shfl_xor_sync(0xffffffff, sum, 2);
 }
 
-// The weight of a key, which multiplies its value as it is in memory. NaN if the value has a scale
-// of its own that is no number.
-template <int kHalf, class Softmax>
-__device__ __forceinline__ float weight_of(const Arguments& args, const WorkTile& work_tile,
-                                           const Softmax& softmax, const KvAddress& kv_address,
-                                           float score) {
-  if constexpr (kTokenScales) {
-    const float value_scale = kv_address.scale(value_scales_of(args.params), work_tile);
-    const float key_scale = kv_address.scale(key_scales_of(args.params), work_tile);
-    const TokenScale scale = TokenScale::of(args, key_scale, value_scale);
-    const float weight = static_cast<float>(Type(softmax.weight(kHalf, score, scale)));
-    return TokenScale::is_number(value_scale) ? weight : NAN;
-  } else {
-    return static_cast<float>(Type(softmax.weight(kHalf, score)));
-  }
-}
-
 // Recomputes a row over the keys of the first `tiles` tiles. Called by a warp: lanes whose row is
 // not `nonfinite` only take part in the shuffles.
 template <int kHalf, class Softmax>
 __device__ __forceinline__ void recompute_row(const Arguments& args, const WorkTile& work_tile,
                                               const Softmax& softmax, const VisibleKeys& visible,
-                                              int tiles, const QueryType* q, bool nonfinite,
+                                              int tiles, const Type* q, bool nonfinite,
                                               float (&outputs)[kOutputs]) {
   if (nonfinite) {
 #pragma unroll
@@ -110,10 +54,10 @@ __device__ __forceinline__ void recompute_row(const Arguments& args, const WorkT
       continue;
     }
     const KvAddress kv_address(args, work_tile, key);
-    const CacheType* const k = kv_address.key(args.params, work_tile);
-    const CacheType* const v = kv_address.value(args.params, work_tile);
+    const Type* const k = kv_address.key(args.params, work_tile);
+    const Type* const v = kv_address.value(args.params, work_tile);
     // Rounded to the type of the values, as in the MMA.
-    const float weight = weight_of<kHalf>(args, work_tile, softmax, kv_address, score_of(q, k));
+    const float weight = static_cast<float>(Type(softmax.weight(kHalf, score_of(q, k))));
     if (nonfinite && visible.contains(kHalf, key)) {
 #pragma unroll
       for (int group = 0; group < kOutputs / 4; ++group) {
@@ -140,8 +84,7 @@ __device__ __forceinline__ bool is_nonfinite(const float (&outputs)[kOutputs]) {
 // The same for one row.
 template <int kHalf>
 __device__ __forceinline__ bool is_row_nonfinite(const float (&outputs)[kOutputs]) {
-  // Else the compiler keeps terms of is_nonfinite(), for which registers may have no room.
-  float zero = kDequantizes ? __int_as_float(opaque(0)) : 0.0f;
+  float zero = 0;
 #pragma unroll
   for (int group = 0; group < kOutputs / 4; ++group) {
     zero = fmaf(outputs[output_index(kHalf, group, 0)], 0.0f, zero);
@@ -155,8 +98,7 @@ __device__ __forceinline__ bool is_row_nonfinite(const float (&outputs)[kOutputs
 template <int kHalf, class Softmax>
 __device__ __forceinline__ void repair_row(const Arguments& args, const WorkTile& work_tile,
                                            const Softmax& softmax, const VisibleKeys& visible,
-                                           int tiles, const QueryType* q,
-                                           float (&outputs)[kOutputs]) {
+                                           int tiles, const Type* q, float (&outputs)[kOutputs]) {
   const int quad = threadIdx.x % 32 / 4 * 4;
   const uint32_t found =
       __ballot_sync(0xffffffff, q != nullptr && is_row_nonfinite<kHalf>(outputs));
@@ -166,9 +108,8 @@ __device__ __forceinline__ void repair_row(const Arguments& args, const WorkTile
   const bool nonfinite = (found >> quad & 0xf) != 0;
   const Params& p = args.params;
   // Lanes without a query read another query, to take part in the shuffles.
-  const QueryType* const some = static_cast<const QueryType*>(p.q.data) +
-                                work_tile.first_row * p.q.stride +
-                                work_tile.first_head * p.q.head_stride;
+  const Type* const some = static_cast<const Type*>(p.q.data) + work_tile.first_row * p.q.stride +
+                           work_tile.first_head * p.q.head_stride;
   recompute_row<kHalf>(args, work_tile, softmax, visible, tiles, q == nullptr ? some : q, nonfinite,
                        outputs);
 }

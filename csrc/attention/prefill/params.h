@@ -55,11 +55,6 @@ struct PrefillParams {
   OSTINATO_OPTIONAL(int32_t, q_scale_stride);
   OSTINATO_OPTIONAL(int32_t, k_scale_stride);
   OSTINATO_OPTIONAL(int32_t, v_scale_stride);
-#if OSTINATO_TOKEN_SCALES
-  // Fp32 scales of each token's keys and values, like k and v without their last dimension.
-  OSTINATO_FIELD(Slots, k_token_scale);
-  OSTINATO_FIELD(Slots, v_token_scale);
-#endif
   OSTINATO_FIELDS_END();
 };
 

@@ -56,11 +56,6 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
     }
   } else if (warp == kValueStages + kConsumers) {
     init_barrier(&shared.work_tile_wanted, 1);
-    if constexpr (kTokenScales) {
-      for (int i = 0; i < kKeyStages; ++i) {
-        init_barrier(scales_empty_of(shared, i), kConsumers * 4);
-      }
-    }
     for (int i = 0; i < kWorkTiles; ++i) {
       init_barrier(&shared.work_tile_full[i], 1);
       init_barrier(&shared.work_tile_empty[i],
@@ -78,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     prefetch_tensor_map(maps.queries);
     prefetch_tensor_map(maps.out);
-    if (kCopiesKv) {
+    if (kSource != Source::Slots) {
       prefetch_tensor_map(maps.keys);
       prefetch_tensor_map(maps.values);
     }
@@ -110,10 +105,8 @@ constexpr int kFarthest = 1 << 29;  // of a window: a larger limit masks nothing
 
 template <class P>
 bool has_scales(const P& p) {
-  if constexpr (kTokenScales) {
-    return key_scales_of(p).data != nullptr && value_scales_of(p).data != nullptr;
-  } else if constexpr (kFp8 || kDequantizes) {
-    return (kDequantizes || p.q_scale != nullptr) && p.k_scale != nullptr && p.v_scale != nullptr;
+  if constexpr (kFp8) {
+    return p.q_scale != nullptr && p.k_scale != nullptr && p.v_scale != nullptr;
   }
   return true;
 }
@@ -144,12 +137,10 @@ bool is_supported(const Params& p) {
   if (kSideBySide && p.heads_kv > 1 && (p.k.head_stride | p.v.head_stride) % kStripDim != 0) {
     return false;
   }
-  const int64_t q_strides = p.q.stride | p.q.head_stride;
-  const int64_t kv_strides = p.k.page_stride | p.k.stride | p.k.head_stride | p.v.page_stride |
-                             p.v.stride | p.v.head_stride;
+  const int64_t strides = p.q.stride | p.q.head_stride | p.k.page_stride | p.k.stride |
+                          p.k.head_stride | p.v.page_stride | p.v.stride | p.v.head_stride;
   const int64_t out_strides = p.out.stride | p.out.head_stride;
-  return q_strides * kElement % kVectorBytes == 0 &&
-         kv_strides * kCacheElement % kVectorBytes == 0 &&
+  return strides * kElement % kVectorBytes == 0 &&
          out_strides * int64_t{sizeof(OutType)} % kVectorBytes == 0 && is_aligned(p.q.data, 16) &&
          is_aligned(p.k.data, 16) && is_aligned(p.v.data, 16) && is_aligned(p.out.data, 16) &&
          is_aligned(p.workspace, kPromotesToGmem ? 16 : 8) &&
@@ -271,14 +262,14 @@ cudaError_t launch_prefill(const Params& params, cudaStream_t stream) {
   const Arguments args = make_arguments(params);
   const Params& p = args.params;
   Maps maps = {};
-  OSTINATO_RETURN_IF_ERROR(encode_rows<QueryType>(&maps.queries, p.q, kDim, args));
+  OSTINATO_RETURN_IF_ERROR(encode_rows<Type>(&maps.queries, p.q, kDim, args));
   OSTINATO_RETURN_IF_ERROR(encode_rows<OutType>(&maps.out, p.out, kValueDim, args));
-  if (kCopiesKv && kSource == Source::Packed && p.tokens_k == 0) {
+  if (kSource == Source::Packed && p.tokens_k == 0) {
     maps.keys = maps.values = maps.queries;  // prefetched, but never used
   } else if (kSideBySide) {
     OSTINATO_RETURN_IF_ERROR(encode_groups<kDim>(&maps.keys, p.k, args.key_head, args));
     OSTINATO_RETURN_IF_ERROR(encode_groups<kValueDim>(&maps.values, p.v, args.value_head, args));
-  } else if (kCopiesKv) {
+  } else if (kSource != Source::Slots) {
     OSTINATO_RETURN_IF_ERROR(encode_keys<kDim>(&maps.keys, p.k, args));
     OSTINATO_RETURN_IF_ERROR(encode_keys<kValueDim>(&maps.values, p.v, args));
   }

@@ -7,7 +7,6 @@
 // pages with one other warp for keys and two for values; slots with three others.
 #pragma once
 
-#include "kv_dequantizer.cuh"
 #include "qkv_loader.cuh"
 #include "tile_scheduler.cuh"
 
@@ -30,7 +29,7 @@ class Producer : QkvLoader {
 
  private:
   __device__ __forceinline__ void find_work_tiles() {
-    Position position;
+    RingPosition position;
     uint32_t wanted = 0;
     int index = static_cast<int>(blockIdx.x);
     publish_work_tile(position, index);
@@ -47,15 +46,10 @@ class Producer : QkvLoader {
         wait(&shared_.work_tile_wanted, wanted);
         wanted ^= 1;
       }
-      // Asked for early, unless registers have no room for the answer.
-      const int next = !kDequantizes && lane_ == 0 ? next_index(args_, index) : 0;
+      const int next = lane_ == 0 ? next_index(args_, index) : 0;
       position.advance(kWorkTiles);
       const auto publish_next = [&] {
-        if constexpr (kDequantizes) {
-          index = __shfl_sync(0xffffffff, lane_ == 0 ? next_index(args_, index) : 0, 0);
-        } else {
-          index = __shfl_sync(0xffffffff, next, 0);
-        }
+        index = __shfl_sync(0xffffffff, next, 0);
         publish_work_tile(position, index);
       };
       if constexpr (kHasFinder) {
@@ -69,7 +63,7 @@ class Producer : QkvLoader {
     }
   }
 
-  __device__ __forceinline__ void publish_work_tile(const Position& position, int index) {
+  __device__ __forceinline__ void publish_work_tile(const RingPosition& position, int index) {
     wait(&shared_.work_tile_empty[position.slot], position.parity ^ 1);
     find_work_tile(shared_, args_, index, shared_.work_tiles[position.slot]);
     if constexpr (kHandsOverBoxes) {
@@ -100,7 +94,7 @@ class Producer : QkvLoader {
 
   // The loop of the other copying warps.
   __device__ __forceinline__ void follow_work_tiles() {
-    Position position;
+    RingPosition position;
     while (true) {
       wait(&shared_.work_tile_full[position.slot], position.parity);
       const WorkTile& work_tile = shared_.work_tiles[position.slot];
@@ -135,12 +129,11 @@ class Producer : QkvLoader {
     if (!kHasFinder && warp_ == 0) {
       copy_queries(work_tile);
     }
-    if constexpr (kHasFinder || kSource == Source::Pages || kDequantizes) {
+    if constexpr (kHasFinder || kSource == Source::Pages) {
       if (copies_keys()) {
         copy_ring<Keys>(work_tile, keys_, then);
       } else {
-        // A warp that dequantises has one ring, and no registers for the position in another.
-        copy_ring<Values>(work_tile, kDequantizes ? keys_ : values_, [] {});
+        copy_ring<Values>(work_tile, values_, [] {});
       }
     } else {
       copy_tiles(work_tile, then);
@@ -149,17 +142,15 @@ class Producer : QkvLoader {
 
   // The tile of keys before which the next work tile is found (the number of tiles: after the
   // last).
-  static constexpr int kFindingTiles = 4, kTileOfNext = 2;
+  static constexpr int kFindingTiles = 4;
   __device__ __forceinline__ static int tile_of_next(int tiles) {
-    return kHasFinder ? max(tiles - kFindingTiles, 0) : min(tiles, kTileOfNext);
+    return kHasFinder ? max(tiles - kFindingTiles, 0) : min(tiles, 2);
   }
 
   template <class What, class Then>
-  __device__ __forceinline__ void copy_ring(const WorkTile& work_tile, Position& position,
+  __device__ __forceinline__ void copy_ring(const WorkTile& work_tile, RingPosition& position,
                                             Then then) {
-    if constexpr (kDequantizes) {
-      KvDequantizer<What>(shared_, args_, work_tile, warp_ % kKvWarps).run(position, then);
-    } else if constexpr (kSource == Source::Pages) {
+    if constexpr (kSource == Source::Pages) {
       copy_pages<What>(work_tile, position, then);
     } else {
       const int tiles = work_tile.tiles(), due = tile_of_next(tiles);
@@ -194,7 +185,7 @@ class Producer : QkvLoader {
   }
 
   template <class What, class Then>
-  __device__ __forceinline__ void copy_pages(const WorkTile& work_tile, Position& position,
+  __device__ __forceinline__ void copy_pages(const WorkTile& work_tile, RingPosition& position,
                                              Then then) {
     if (has_whole_tiles(args_) && warp_ % kPageWarps > 0) {
       return;
@@ -221,7 +212,7 @@ class Producer : QkvLoader {
     }
   }
 
-  Position keys_, values_;
+  RingPosition keys_, values_;
 };
 
 }  // namespace ostinato::prefill

@@ -5,30 +5,21 @@
 #include "attention/common/ptx.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
-#include "kv_vectors.cuh"
+#include "shared_storage.cuh"
 
 namespace ostinato::prefill {
 
-inline constexpr int kProducerWarps = kHasFinder                                   ? 3
-                                      : kSource == Source::Packed && !kDequantizes ? 1
-                                                                                   : 4;
+inline constexpr int kProducerWarps = kHasFinder ? 3 : kSource == Source::Packed ? 1 : 4;
 // Warps that copy keys; as many copy values.
 inline constexpr int kPageWarps = kSource == Source::Pages && !kHasFinder ? 2 : 1;
 // Whether every tile lies in one page.
 __device__ __forceinline__ bool has_whole_tiles(const Arguments& args) {
   return kSource == Source::Pages && args.box_tokens == kKeys;
 }
-// Arrivals per tile: of each warp that issues TMA copies or dequantises, or of each thread of
-// cp.async.
+// Arrivals per copied tile: of each warp that issues TMA copies, or of each thread of cp.async.
 __device__ __forceinline__ int full_arrivals(const Arguments& args) {
-  return kDequantizes               ? kKvWarps
-         : kSource == Source::Slots ? kWarpgroup
-         : has_whole_tiles(args)    ? 1
-                                    : kPageWarps;
+  return kSource == Source::Slots ? kWarpgroup : has_whole_tiles(args) ? 1 : kPageWarps;
 }
-
-// Of a producer warp in a ring of keys or values. Warps that dequantise have few registers.
-using Position = std::conditional_t<kDequantizes, CompactRingPosition, RingPosition>;
 
 struct Maps {
   CUtensorMap queries;  // dim, heads, tokens
@@ -97,7 +88,7 @@ class QkvLoader {
 
   template <class What>
   __device__ __forceinline__ void copy_tile(const WorkTile& work_tile, int tile,
-                                            const KvSlot& kv_slot, Position& position) {
+                                            const KvSlot& kv_slot, RingPosition& position) {
     RingBarriers<What>& barriers = barriers_of<What>(shared_);
     uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
     uint64_t* const full = &barriers.full[position.slot];
@@ -172,7 +163,7 @@ class QkvLoader {
   // Copies the boxes of a tile, which the lanes from `first` on hold.
   template <class What>
   __device__ __forceinline__ void copy_boxes(int head, const Boxes& boxes, int first,
-                                             Position& position) {
+                                             RingPosition& position) {
     RingBarriers<What>& barriers = barriers_of<What>(shared_);
     uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
     uint64_t* const full = &barriers.full[position.slot];

@@ -1,7 +1,7 @@
 // Recomputes the scores of a warp's rows if weights have overflowed: rare, with warp-wide MMAs.
 #pragma once
 
-#include "nonfinite_repair.cuh"
+#include "kv_address.cuh"
 #include "softmax.cuh"
 
 namespace ostinato::prefill {
@@ -14,7 +14,7 @@ struct RecomputedScores {
   const Arguments& args;
   const WorkTile& work_tile;
   int n;
-  const QueryType* q;  // null if the row is not a query
+  const Type* q;  // null if the row is not a query
 
   __device__ __forceinline__ bool is_query() const { return q != nullptr; }
 
@@ -22,7 +22,7 @@ struct RecomputedScores {
   __device__ __forceinline__ float2 scores(int group) const {
     const int lane = threadIdx.x % 32;
     const KvAddress kv_address(args, work_tile, work_tile.tile(n) * kKeys + group * 8 + lane / 4);
-    const CacheType* const k = kv_address.key(args.params, work_tile) + lane % 4 * 2;
+    const Type* const k = kv_address.key(args.params, work_tile) + lane % 4 * 2;
     float sums[4] = {};
 #pragma unroll 1
     for (int step = 0; step < kDimSteps; ++step) {
@@ -33,22 +33,14 @@ struct RecomputedScores {
         rows[kHalf + 2 * half] = q == nullptr ? 0 : load_word(q + lane % 4 * 2, step, half);
         columns[half] = load_word(k, step, half);
       }
-      multiply_by_warp<QueryType>(sums, rows, columns);
+      multiply_by_warp<Type>(sums, rows, columns);
     }
     return make_float2(sums[2 * kHalf], sums[2 * kHalf + 1]);
   }
 
  private:
-  // A pair of elements, as an operand.
-  template <class T>
-  __device__ __forceinline__ static uint32_t load_word(const T* from, int step, int half) {
-    from += step * 16 + half * 8;
-    if constexpr (sizeof(T) == 1) {
-      const float2 pair = load_pair(from);
-      return pack_pair<QueryType>(pair.x, pair.y);
-    } else {
-      return *reinterpret_cast<const uint32_t*>(from);
-    }
+  __device__ __forceinline__ static uint32_t load_word(const Type* from, int step, int half) {
+    return *reinterpret_cast<const uint32_t*>(from + step * 16 + half * 8);
   }
 };
 

@@ -48,40 +48,9 @@ struct TransposeStorage {
   Ring<ValuesToTranspose> values_to_transpose;
   RingBarriers<ValuesToTranspose> values_to_transpose_barriers;
 };
-// A factor of each token of a tile of keys (token_scales.cuh). Those of the columns of one thread
-// of a quad follow one another, and all four have banks of their own.
-struct TileFactors {
-  static constexpr int kColumns = kKeys / 4;  // of a thread
-  static constexpr int kStep = kColumns + 4;
-  float of[4 * kStep];
-
-  __device__ __forceinline__ static constexpr int index(int token) {
-    return token % 8 / 2 * kStep + token / 8 * 2 + token % 2;
-  }
-  // Those of this thread's columns from the i-th on, i a multiple of 4.
-  __device__ __forceinline__ float4 columns(int i) const {
-    return *reinterpret_cast<const float4*>(&of[threadIdx.x % 4 * kStep + i]);
-  }
-};
-struct alignas(16) TileScales {
-  TileFactors key, value;
-  float greatest[2];  // magnitudes of the values' scales, of each warp that has written them
-};
-struct ScaleStorage {
-  alignas(16) TileScales scales[kKeyStages];
-  uint64_t scales_empty[kKeyStages];
-};
-// By how much the rows of queries that have been converted are to be multiplied
-// (query_converter.cuh).
-struct QueryStorage {
-  float query_units[kQueryBuffers][kConsumers][kRows];
-};
-template <int>
 struct NoStorage {};
 
-struct SharedStorage : std::conditional_t<kFp8, TransposeStorage, NoStorage<0>>,
-                       std::conditional_t<kTokenScales, ScaleStorage, NoStorage<1>>,
-                       std::conditional_t<kConvertsQueries, QueryStorage, NoStorage<2>> {
+struct SharedStorage : std::conditional_t<kFp8, TransposeStorage, NoStorage> {
   alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
   Ring<Keys> keys;
   Ring<Values> values;
@@ -143,13 +112,6 @@ __device__ __forceinline__ constexpr int value_row(int row) {
 // Warp index, in a form that the compiler knows to be warp-uniform. Called by all lanes.
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
-}
-
-// Hides from the compiler that a number is known, so that it does not keep values derived from it
-// in registers across work tiles: copying warps have few registers.
-__device__ __forceinline__ int opaque(int number) {
-  asm volatile("" : "+r"(number));
-  return number;
 }
 
 // Named barriers; 0 is __syncthreads.

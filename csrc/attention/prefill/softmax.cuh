@@ -3,21 +3,29 @@
 #pragma once
 
 #include "common/pack_pair.cuh"
-#include "softmax_logits.cuh"
+#include "score_fragment.cuh"
 
 namespace ostinato::prefill {
 
-class Softmax : public SoftmaxLogits {
+class Softmax {
  public:
-  using SoftmaxLogits::SoftmaxLogits;
+  __device__ explicit Softmax(const Arguments& args) : args_(args) {}
+
+  // Starts a work tile.
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      max_[half] = kNothing;
+      sum_[half] = 0;
+    }
+  }
 
   // Converts a tile's scores to weights. `key`: its first key. Returns whether the outputs so far
-  // must be rescaled (fade()). `scales`: those of the tokens, if they have their own.
+  // must be rescaled (fade()).
   template <class Find>
-  __device__ __forceinline__ bool weigh(float (&scores)[kScores], const TileScales* scales, int key,
-                                        bool masked, const Find& find_visible_keys) {
-    const bool shifted = raise_shift();
-    take_logits(scores, scales);
+  __device__ __forceinline__ bool weigh(float (&scores)[kScores], int key, bool masked,
+                                        const Find& find_visible_keys) {
+    take_logits(scores);
     if (masked) {
       apply_mask(scores, key, find_visible_keys());
     }
@@ -27,51 +35,45 @@ class Softmax : public SoftmaxLogits {
       tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
     }
     float top[2] = {fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])};
-    const bool rises = is_far_above(top[0] * factor(0), 0) || is_far_above(top[1] * factor(1), 1);
+    const bool rises =
+        top[0] * args_.factor > max_[0] + kSlack || top[1] * args_.factor > max_[1] + kSlack;
     const bool raised = __any_sync(0xffffffff, rises);
     if (raised) {
       raise(top);
     }
+    settled_ = !masked;
     float sum[2];
     exponentiate(scores, sum);
-    read_value_scales(scales);
     sum_[0] += sum[0];
     sum_[1] += sum[1];
-    apply_value_scales(scores, scales);
-    return raised || shifted;
+    return raised;
   }
+
+  // Whether every row's maximum covers many keys, so that weigh_blindly() may be used.
+  __device__ __forceinline__ bool is_settled() const { return settled_; }
 
   // Like weigh(), for a tile without masked keys, and without computing its maximum: a sum that is
   // large compared to previous ones reveals a far higher score. The sum is needed anyway, while a
   // maximum takes a third of the instructions. `recompute` provides the scores again
   // (recompute_scores.cuh) if weights overflow.
   template <class Recompute>
-  __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores], const TileScales* scales,
+  __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores],
                                                 const Recompute& recompute) {
-    const bool shifted = raise_shift();
+    take_logits(scores);
     float sum[2];
-    if (kTokenScales && args_.params.softcap <= 0) {
-      exponentiate_scaled(scores, *scales, sum);
-    } else {
-      take_logits(scores, scales);
-      exponentiate(scores, sum);
-    }
-    read_value_scales(scales);
+    exponentiate(scores, sum);
     bool high[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      high[half] =
-          sum[half] > fminf(fmaf(kHighRatio, sum_[half], kHighSum * one()), kMostSum * one());
+      high[half] = sum[half] > fminf(fmaf(kHighRatio, sum_[half], kHighSum), kMostSum);
     }
     const bool raised = __any_sync(0xffffffff, high[0] || high[1]);
     if (raised) {
-      lower(scores, scales, sum, high, recompute);
-      read_value_scales(scales);  // again: registers are few meanwhile
+      lower(scores, sum, high, recompute);
     }
     sum_[0] += sum[0];
     sum_[1] += sum[1];
-    apply_value_scales(scores, scales);
-    return raised || shifted;
+    return raised;
   }
 
   // Rescales outputs that are relative to the previous maximum.
@@ -95,14 +97,13 @@ class Softmax : public SoftmaxLogits {
   __device__ __forceinline__ float total(int half) const { return sum_[half]; }
   // The weight of one key.
   __device__ __forceinline__ float weight(int half, float score) const {
-    return power_of_2(logit(score) - max_[half]);
-  }
-  // The weight of one key with scales of its own, that of its value applied.
-  __device__ __forceinline__ float weight(int half, float score, const TokenScale& scale) const {
-    return power_of_2(scale.logit(args_, score) - max_[half]) * scale.value;
+    return power_of_2(logit_of(args_, score) - max_[half]);
   }
 
  private:
+  // The precision is the same relative to any maximum not far below the row's, so that rescaling is
+  // rarely needed.
+  static constexpr float kSlack = 2;
   // Thresholds for a thread's sum of weights of a row and tile, relative to the sum of all previous
   // tiles. A weight that dominates the others should be 1, which is exact.
   static constexpr float kHighRatio = 4;
@@ -110,30 +111,32 @@ class Softmax : public SoftmaxLogits {
   static constexpr float kMostSum = 16384;  // finite in 16 bits
   static constexpr float kLost = 0x1p120f;  // larger weights may have overflowed
 
+  __device__ __forceinline__ void take_logits(float (&scores)[kScores]) const {
+    if (args_.direct != 0) {
+      return;
+    }
+    if (args_.params.softcap > 0) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        scores[i] = capped_logit(args_, scores[i]);
+        if (i % 4 == 3) {
+          __syncwarp();  // more at a time would need registers
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        scores[i] *= args_.logit_scale;
+      }
+    }
+  }
+
   // Converts scores to weights, and computes the thread's sums.
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float (&sum)[2]) const {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] = power_of_2(fmaf(scores[i], factor(row_of(i)), -max_[row_of(i)]));
+      scores[i] = power_of_2(fmaf(scores[i], args_.factor, -max_[row_of(i)]));
     }
-    add_up(scores, sum);
-  }
-  // The same with scales of tokens that have not been applied to the scores.
-  __device__ __forceinline__ void exponentiate_scaled(float (&scores)[kScores],
-                                                      const TileScales& scales,
-                                                      float (&sum)[2]) const {
-#pragma unroll
-    for (int i = 0; i < kScores; i += 8) {
-      const float4 factors = key_scales(scales, i);
-#pragma unroll
-      for (int j = i; j < i + 8; ++j) {
-        scores[j] =
-            power_of_2(fmaf(in_units(scores[j], j), factor_of(factors, j), -max_[row_of(j)]));
-      }
-    }
-    add_up(scores, sum);
-  }
-  __device__ __forceinline__ static void add_up(const float (&scores)[kScores], float (&sum)[2]) {
     sum[0] = scores[0];
     sum[1] = scores[2];
 #pragma unroll
@@ -150,9 +153,10 @@ class Softmax : public SoftmaxLogits {
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 1));
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 2));
       // Decided per row: a row's results must not depend on other rows.
-      const float logit = top[half] * factor(half);
-      const float raised = is_far_above(logit, half) ? maximum_of(logit) : max_[half];
-      fade_by(half, power_of_2(max_[half] - raised));
+      const bool rises = top[half] * args_.factor > max_[half] + kSlack;
+      const float raised = rises ? top[half] * args_.factor : max_[half];
+      fade_[half] = power_of_2(max_[half] - raised);
+      sum_[half] *= fade_[half];
       max_[half] = raised;
     }
   }
@@ -160,12 +164,10 @@ class Softmax : public SoftmaxLogits {
   // Raises the maximum of rows whose weights are too large, and rescales their weights. Infinite
   // weights are recomputed from the scores.
   template <class Recompute>
-  __device__ __forceinline__ void lower(float (&scores)[kScores], const TileScales* scales,
-                                        float (&sum)[2], const bool (&high)[2],
-                                        const Recompute& recompute) {
+  __device__ __forceinline__ void lower(float (&scores)[kScores], float (&sum)[2],
+                                        const bool (&high)[2], const Recompute& recompute) {
     const int quad = threadIdx.x % 32 / 4 * 4;
     bool lost[2];
-    float fade[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float top = 0;
@@ -177,69 +179,60 @@ class Softmax : public SoftmaxLogits {
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
       // Decided per row: a row's results must not depend on other rows.
       const uint32_t quads = __ballot_sync(0xffffffff, high[half]);
-      const bool rises = (quads >> quad & 0xf) != 0 && top > one();
+      const bool rises = (quads >> quad & 0xf) != 0 && top > 1;
       lost[half] = rises && top >= kLost;
       const bool known = rises && !lost[half];
-      fade[half] = known ? __fdividef(one(), top) : 1.0f;
-      max_[half] += known ? maximum_of(log2f(top)) : 0.0f;
-      fade_by(half, fade[half]);
-      sum[half] *= fade[half];
+      fade_[half] = known ? __fdividef(1.0f, top) : 1.0f;
+      max_[half] += known ? log2f(top) : 0.0f;
+      sum_[half] *= fade_[half];
+      sum[half] *= fade_[half];
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] *= fade[row_of(i)];
+      scores[i] *= fade_[row_of(i)];
     }
-    find_lost(scores, scales, sum[0], lost[0], recompute.template rows<0>());
-    find_lost(scores, scales, sum[1], lost[1], recompute.template rows<1>());
+    find_lost(scores, sum[0], lost[0], recompute.template rows<0>());
+    find_lost(scores, sum[1], lost[1], recompute.template rows<1>());
   }
 
   // Rows past the work tile's last query hold arbitrary data, whose weights might overflow in every
   // tile. With an infinite maximum their weights are 0 or NaN, never large, and they are not
   // stored.
   template <class Rows>
-  __device__ __forceinline__ void find_lost(float (&scores)[kScores], const TileScales* scales,
-                                            float& sum, bool lost, const Rows& rows) {
+  __device__ __forceinline__ void find_lost(float (&scores)[kScores], float& sum, bool lost,
+                                            const Rows& rows) {
     if (lost && !rows.is_query()) {
       max_[Rows::kRow] = INFINITY;
       lost = false;
     }
     if (__any_sync(0xffffffff, lost)) {
-      recompute_weights<Rows::kRow>(scores, scales, sum, lost, rows);
+      recompute_weights<Rows::kRow>(scores, sum, lost, rows);
     }
   }
 
   // For rows whose scores have been lost to overflow.
   template <int kHalf, class Rows>
-  __device__ __forceinline__ void recompute_weights(float (&scores)[kScores],
-                                                    const TileScales* scales, float& sum, bool lost,
+  __device__ __forceinline__ void recompute_weights(float (&scores)[kScores], float& sum, bool lost,
                                                     const Rows& rows) {
-    const auto logit_at = [&](int group, int i, float score) {
-      if constexpr (kTokenScales) {
-        const int column = TileFactors::index(group * 8 + first_column() + i);
-        const TokenScale scale = {scales->key.of[column], scales->value.of[column]};
-        return scale.logit(args_, score);
-      } else {
-        return logit(score);
-      }
-    };
     float top = kNothing;
 #pragma unroll 1
     for (int group = 0; group < kScores / 4; ++group) {
       const float2 pair = rows.scores(group);
-      top = fmaxf(top, fmaxf(logit_at(group, 0, pair.x), logit_at(group, 1, pair.y)));
+      top = fmaxf(top, fmaxf(logit_of(args_, pair.x), logit_of(args_, pair.y)));
     }
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
     if (lost) {
-      fade_by(kHalf, power_of_2(max_[kHalf] - maximum_of(top)));
-      max_[kHalf] = maximum_of(top);
+      fade_[kHalf] = power_of_2(max_[kHalf] - top);
+      sum_[kHalf] *= fade_[kHalf];
+      max_[kHalf] = top;
       sum = 0;
     }
 #pragma unroll 1
     for (int group = 0; group < kScores / 4; ++group) {
       const float2 pair = rows.scores(group);
-      const float weights[2] = {power_of_2(logit_at(group, 0, pair.x) - max_[kHalf]),
-                                power_of_2(logit_at(group, 1, pair.y) - max_[kHalf])};
+      const float weights[2] = {power_of_2(logit_of(args_, pair.x) - max_[kHalf]),
+                                power_of_2(logit_of(args_, pair.y) - max_[kHalf])};
       sum += lost ? weights[0] + weights[1] : 0.0f;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
@@ -248,6 +241,10 @@ class Softmax : public SoftmaxLogits {
       }
     }
   }
+
+  const Arguments& args_;
+  bool settled_ = false;
+  float max_[2], sum_[2], fade_[2];
 };
 
 // A operand of the PV MMA: of 16 keys, rows g and g + 8 of the first 8, then of the others.

@@ -87,6 +87,13 @@ __device__ __forceinline__ void read_seqlens(SharedStorage& shared, const Argume
   __syncthreads();
 }
 
+// Hides from the compiler that a number is known, so that it does not keep values derived from it
+// in registers across work tiles: copying warps have few registers.
+__device__ __forceinline__ int opaque(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 // The rank of the sequence of a work tile: the last one that starts at or before it, of at most 32
 // * 32. Called by a warp.
 __device__ __forceinline__ int find_rank(const SharedStorage& shared, int batch, int index) {
@@ -103,7 +110,7 @@ __device__ __forceinline__ int find_rank(const SharedStorage& shared, int batch,
 }
 
 // Keys of a section: keys and values that its heads read repeatedly fit in 36 MB of L2.
-inline constexpr int kSectionKeys = (36 << 20) / ((kDim + kValueDim) * kCacheElement);
+inline constexpr int kSectionKeys = (36 << 20) / ((kDim + kValueDim) * kElement);
 
 // Describes the work tile at position `index` of the order, whose sequence has rank `rank`.
 __device__ __forceinline__ void describe_work_tile(const SharedStorage& shared,

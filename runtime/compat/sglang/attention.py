@@ -24,12 +24,14 @@ class Batch:
         page_table: [requests, pages of the longest context] int32.
         cu_seqlens_q: [requests + 1] int32, None for one query each.
         max_seqlen_q: the most queries of a request.
+        max_tokens_k: tokens of all requests, as of `ops.paged_attention`; None: not known.
     """
 
     seq_lens: torch.Tensor
     page_table: torch.Tensor
     cu_seqlens_q: torch.Tensor | None = None
     max_seqlen_q: int = 1
+    max_tokens_k: int | None = None
 
 
 class OstinatoBackend(AttentionBackend):  # type: ignore[misc]
@@ -88,8 +90,9 @@ class OstinatoBackend(AttentionBackend):  # type: ignore[misc]
             raise ValueError(f"forward_mode: got {mode.name}, expected DECODE, EXTEND or MIXED")
         queries = forward_batch.extend_seq_lens
         starts = torch.nn.functional.pad(queries.cumsum(0, dtype=torch.int32), (1, 0))
-        most = max(map(int, forward_batch.extend_seq_lens_cpu), default=1)
-        self.forward_metadata = Batch(seq_lens, table, starts, max(most, 1))
+        new = [int(length) for length in forward_batch.extend_seq_lens_cpu]
+        tokens = sum(new) + sum(map(int, forward_batch.extend_prefix_lens_cpu))
+        self.forward_metadata = Batch(seq_lens, table, starts, max([*new, 1]), tokens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Reserve lengths and page tables of captured batches, of one query a request."""
@@ -198,6 +201,7 @@ class OstinatoBackend(AttentionBackend):  # type: ignore[misc]
             batch.seq_lens,
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=batch.max_seqlen_q,
+            max_tokens_k=batch.max_tokens_k,
             scale=layer.scaling,
             causal=layer.attn_type is AttentionType.DECODER,
             window=(window, -1) if window >= 0 else None,

@@ -96,6 +96,7 @@ class OstinatoAttentionImpl(AttentionImpl):
                 part.seq_lens,
                 cu_seqlens_q=part.cu_seqlens_q,
                 max_seqlen_q=part.max_seqlen_q,
+                max_tokens_k=part.max_tokens_k,
                 scale=self.scale,
                 causal=attn_metadata.causal,
                 window=self.window,
@@ -104,7 +105,7 @@ class OstinatoAttentionImpl(AttentionImpl):
                 k_scale=views.k_scale,
                 v_scale=views.v_scale,
                 out=output[part.first : part.last],
-                workspace=attn_metadata.workspace,
+                workspace=attn_metadata.workspace if part.max_tokens_k is None else None,
                 batch_invariant=self.batch_invariant,
             )
         return output

@@ -18,8 +18,9 @@ from vllm.v1.attention.backends.utils import (
 )
 
 from ... import ops
-from ...ops.attention import decode_cuda, prefill_cuda
+from ...ops.attention import decode_cuda
 from ...ops.attention.append_kv_cuda import append_kernel
+from ...ops.attention.dequantize_kv import prompt_kernels
 from ...ops.linear.precompile import Variant, precompile
 from .kv_views import CACHE_DTYPES
 
@@ -35,6 +36,8 @@ class Part:
         seq_lens: [sequences] int32.
         cu_seqlens_q: [sequences + 1] int32 from `first` on; None where each has max_seqlen_q rows.
         max_seqlen_q: the most rows of a sequence.
+        max_tokens_k: of prompts over an 8-bit cache, as of `ops.paged_attention`, whose scratch
+            memory is the op's own: it grows with them. None of others.
     """
 
     first: int
@@ -43,6 +46,7 @@ class Part:
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor | None
     max_seqlen_q: int
+    max_tokens_k: int | None = None
 
 
 @dataclass
@@ -114,22 +118,26 @@ class OstinatoMetadataBuilder(AttentionMetadataBuilder):
                     lens[decodes : decodes + prompts],
                     starts - decode_rows if decode_rows else starts,
                     common.max_query_len,
+                    self._tokens_of(common, decodes, prompts),
                 )
             )
         return OstinatoMetadata(
             tuple(parts), self._workspace(table), common.causal, common.slot_mapping
         )
 
+    def _tokens_of(self, common: Any, decodes: int, prompts: int) -> int | None:
+        """Return how many tokens the prompts have together, of an 8-bit cache; else None."""
+        if self._cache_dtype == self._dtype:
+            return None
+        lens = common.seq_lens_cpu_upper_bound
+        if lens is None:
+            return prompts * int(common.max_seq_len)
+        return int(lens[decodes : decodes + prompts].sum())
+
     def _kernels(self) -> list[Variant]:
         """Return what a step may launch, since nothing is compiled while a graph is captured."""
         spec, how = self.kv_cache_spec, {"batch_invariant": self._batch_invariant}
-        prompts = prefill_cuda.prefill_kernels(
-            self._dtype,
-            spec.head_size,
-            kv_dtype=self._cache_dtype,
-            token_scales=spec.kv_quant_mode.is_per_token_head,
-            **how,
-        )
+        prompts = prompt_kernels(self._dtype, spec.head_size, self._cache_dtype, **how)
         group = self._heads // spec.num_kv_heads
         decodes = decode_cuda.decode_kernels(
             self._dtype, spec.head_size, group, kv_dtype=self._cache_dtype, **how
@@ -155,6 +163,7 @@ class OstinatoMetadataBuilder(AttentionMetadataBuilder):
                 max_pages=self._pages,
                 page_size=self.kv_cache_spec.block_size,
                 max_seqlen_q=self._most_tokens,
+                max_tokens_k=0,  # prompts over an 8-bit cache have memory of their own
                 kv_dtype=self._cache_dtype,
                 batch_invariant=self._batch_invariant,
                 device=self.device,

@@ -178,12 +178,13 @@ def pages(
     seq_lens: torch.Tensor,
     q_lens: list[int],
     rule: LogitRule,
+    max_tokens_k: int | None = None,
 ) -> None:
     """Check the lengths and the ids of the pages that a query may see, reading them on the host."""
     count, page_size = k_cache.shape[:2]
     capacity = page_table.size(1) * page_size
-    table = page_table.tolist()
-    for b, length in enumerate(seq_lens.tolist()):
+    table, lengths = page_table.tolist(), seq_lens.tolist()
+    for b, length in enumerate(lengths):
         if not 0 <= length <= capacity:
             raise ValueError(
                 f"seq_lens: got {length} for sequence {b}, expected 0 to "
@@ -198,6 +199,12 @@ def pages(
                     f"page_table: got page {table[b][entry]} at [{b}, {entry}], "
                     f"expected 0 to {count - 1}"
                 )
+    tokens = sum(length for length, queries in zip(lengths, q_lens, strict=True) if queries)
+    if max_tokens_k is not None and tokens > max_tokens_k:
+        raise ValueError(
+            f"max_tokens_k: got {max_tokens_k}, expected at least the {tokens} tokens of the "
+            "sequences that have queries"
+        )
 
 
 def offsets(name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> list[int]:

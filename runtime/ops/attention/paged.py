@@ -11,7 +11,7 @@ import torch
 from ..common import checks
 from ..common.torch_library import register
 from . import checks as attention_checks
-from . import decode_cuda, prefill_cuda
+from . import decode_cuda, dequantize_kv, prefill_cuda
 from .batch_torch import attend_capacity
 from .cpu_attention import attend_live
 from .kv_view import PagedKV
@@ -28,6 +28,7 @@ def paged_attention(
     *,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int = 1,
+    max_tokens_k: int | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
@@ -69,6 +70,9 @@ def paged_attention(
         cu_seqlens_q: [batch + 1] int32, where each sequence's rows of q begin and end; None: each
             sequence has exactly `max_seqlen_q` rows.
         max_seqlen_q: capacity, the most rows of q that one sequence may have.
+        max_tokens_k: capacity, the most tokens that all sequences which have queries have together;
+            None: batch * max_pages * page_size. On CUDA the workspace of more queries than decode
+            steps have holds so many of an int8 or e4m3 cache in 16 bits; nothing else needs it.
         scale: factor of q·k; None is 1/sqrt(dim).
         causal: hide the keys after the query's position.
         window: (left, right), each at least 0, or -1 for no limit.
@@ -114,6 +118,8 @@ def paged_attention(
     rule = attention_checks.options(
         q, value_dim, scale, causal, window, softcap, sinks, out, workspace
     )
+    if max_tokens_k is not None:
+        checks.integer("max_tokens_k", max_tokens_k, least=0)
     checks.flag("batch_invariant", batch_invariant)
     checks.flag("check_bounds", check_bounds)
     if l2_partition is not None and not isinstance(l2_partition, L2Partition):
@@ -138,6 +144,7 @@ def paged_attention(
             seq_lens,
             cu_seqlens_q,
             min(max_seqlen_q, checks.INT32_MAX),  # and in the op to q's rows, which may be a symbol
+            max_tokens_k,
             *rule,
             sinks,
             k_scale,
@@ -160,6 +167,7 @@ def _paged_attention(
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     max_seqlen_q: int,
+    max_tokens_k: int | None,
     scale: float,
     causal: bool,
     left: int,
@@ -187,7 +195,7 @@ def _paged_attention(
             bounds = attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
         if check_bounds:
             q_lens = [stop - start for start, stop in pairwise(bounds)]
-            attention_checks.pages(k_cache, page_table, seq_lens, q_lens, rule)
+            attention_checks.pages(k_cache, page_table, seq_lens, q_lens, rule, max_tokens_k)
     if on_cpu:
         k_lens = [min(max(length, 0), capacity) for length in seq_lens.tolist()]
         attend_live(q, bounds, k_lens, kv, rule, sinks, out, lse)
@@ -201,14 +209,25 @@ def _paged_attention(
         if decode is not None:
             decode_cuda.attend(decode, *given, k_scale, v_scale, out, lse, workspace, l2_partition)
             return
-    scales = None
     if k_scale is not None and v_scale is not None:
-        scales = prefill_cuda.KvScales(k_scale, v_scale)
+        tokens = batch * capacity if max_tokens_k is None else min(max_tokens_k, batch * capacity)
+        prefill = dequantize_kv.variant(
+            *(q, k_cache, v_cache, out, batch, max_seqlen_q),
+            tokens=tokens,
+            batch_invariant=batch_invariant,
+        )
+        if prefill is not None:
+            quantized = dequantize_kv.QuantizedKV(k_cache, v_cache, k_scale, v_scale)
+            dequantize_kv.attend_paged(
+                *(prefill, q, quantized, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, tokens),
+                *(rule, sinks, batch_invariant, out, lse, workspace),
+            )
+            return
     prefill = prefill_cuda.paged_variant(
-        q, k_cache, v_cache, page_table, out, max_seqlen_q, batch_invariant, scales
+        q, k_cache, v_cache, page_table, out, max_seqlen_q, batch_invariant
     )
     if prefill is not None:
-        prefill_cuda.attend_paged(prefill, *given, batch_invariant, out, lse, workspace, scales)
+        prefill_cuda.attend_paged(prefill, *given, batch_invariant, out, lse, workspace)
         return
     if cu_seqlens_q is None:
         cu_seqlens_q = torch.arange(batch + 1, device=q.device) * max_seqlen_q
@@ -220,7 +239,7 @@ def _paged_attention(
 
 _paged_attention_op = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
-    "Tensor? cu_seqlens_q, SymInt max_seqlen_q, float scale, bool causal, int left, int right, "
+    "Tensor? cu_seqlens_q, SymInt max_seqlen_q, SymInt? max_tokens_k, float scale, bool causal, int left, int right, "
     "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool batch_invariant, "
     "bool check_bounds, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, "
     "int[] l2_partition) -> ()",

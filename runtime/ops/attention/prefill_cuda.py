@@ -11,7 +11,6 @@ import torch
 
 from ...jit.loader import load
 from ..common import pdl
-from ..common.checks import QUANTIZED_DTYPES
 from ..common.device import (
     KERNEL_NAMES,
     address_of,
@@ -29,9 +28,10 @@ from .prefill_variants import AttentionPrefill
 from .softmax_torch import LogitRule
 
 _PAGE = 16  # tokens; TMA copies pages of a multiple of it
-_MOST_SEQUENCES = 512  # of a launch (csrc: kMaxBatch); more take several
-_MOST_TOKENS = 1 << 29  # of a sequence (csrc: kFarthest)
-_DIMS_8_BIT = (64, 128, 256)  # of FP8 queries, and of 8-bit keys and values
+_PAGED = ("pages", "slots")  # where the keys of a cache lie, those of whole pages first
+MOST_SEQUENCES = 512  # of a launch (csrc: kMaxBatch); more take several
+MOST_TOKENS = 1 << 29  # of a sequence (csrc: kFarthest)
+_FP8_DIMS = (64, 128, 256)
 # Of 128 columns, packed or in pages, there are tiles of two sizes. The cost is that of a query and
 # key in the larger ones, beside the others' (docs/notebooks/prefill.md); with so many for each
 # multiprocessor none waits long.
@@ -49,18 +49,6 @@ _KERNELS_CHOICE, _ONE_HEAD = 0, 1
 _workspaces = Workspaces()
 
 
-class KvScales(NamedTuple):
-    """The fp32 factors of 8-bit keys and values: a scalar, [heads_kv], or one a token and head."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-
-    @property
-    def of_tokens(self) -> bool:
-        """Whether tokens have their own."""
-        return max(self.k.ndim, self.v.ndim) > 1
-
-
 def packed_variant(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -68,24 +56,39 @@ def packed_variant(
     out: torch.Tensor,
     batch: int = 1,
     max_seqlen_q: int = 0,
-    scales: KvScales | None = None,
 ) -> AttentionPrefill | None:
     """Return the kernel that attends to packed keys and values, None where none does.
 
-    The arguments are those of `varlen_attention`, checked; `batch` is the number of sequences, and
-    `scales` are those of 8-bit keys and values.
+    The arguments are those of `varlen_attention`, checked; `batch` is the number of sequences.
     """
-    if max(q.size(0), k.size(0)) >= _MOST_TOKENS or not _serves(q, k, v, out, scales):
+    if k.dtype != q.dtype or k.size(0) >= MOST_TOKENS or not serves(q, k, v, out):
         return None
-    kernel = kernel_for(q.dtype, q.size(2), "packed", v.size(2), k.dtype, _of_tokens(scales))
-    return None if kernel is None else _with_rows(kernel, q, batch, max_seqlen_q)
+    return kernel_of_packed(q, v.size(2), batch, max_seqlen_q)
+
+
+def kernel_of_packed(
+    q: torch.Tensor, value_dim: int, batch: int, max_seqlen_q: int, batch_invariant: bool = False
+) -> AttentionPrefill | None:
+    """Return the kernel for packed keys and values of the dtype of q, None where there is none.
+
+    Args:
+        q: the queries.
+        value_dim: of values.
+        batch: how many sequences there are.
+        max_seqlen_q: the most queries that one of them has.
+        batch_invariant: do not choose by the queries.
+    """
+    kernel = kernel_for(q.dtype, q.size(2), "packed", value_dim)
+    if kernel is None or batch_invariant:
+        return kernel
+    return _with_rows(kernel, q, batch, max_seqlen_q)
 
 
 def _with_rows(
     kernel: AttentionPrefill, q: torch.Tensor, batch: int, max_seqlen_q: int
 ) -> AttentionPrefill:
     """Return the kernel, or that of larger tiles where there is one and it is done sooner."""
-    if kernel.head_dim == kernel.value_dim == 128 and not kernel.token_scales:
+    if kernel.head_dim == kernel.value_dim == 128:
         tiles, larger_tiles = (
             q.size(1) * min(batch * -(-max_seqlen_q // rows), q.size(0) // rows + batch)
             for rows in (_ROWS, _MANY_ROWS)
@@ -119,71 +122,48 @@ def paged_variant(
     out: torch.Tensor,
     max_seqlen_q: int = 0,
     batch_invariant: bool = True,
-    scales: KvScales | None = None,
 ) -> AttentionPrefill | None:
-    """Return the kernel that attends to a paged cache, None where none does.
+    """Return the kernel that attends to a paged cache of the dtype of q, None where none does.
 
-    The arguments are those of `paged_attention`, checked; `scales` are those of an 8-bit cache.
-    With `batch_invariant` the kernel does not depend on how many queries there are.
+    The arguments are those of `paged_attention`, checked. With `batch_invariant` the kernel does
+    not depend on how many queries there are.
     """
     page_size = k_cache.size(1)
     if (
-        max(q.size(0), page_table.size(1) * page_size) >= _MOST_TOKENS
+        k_cache.dtype != q.dtype
+        or page_table.size(1) * page_size >= MOST_TOKENS
         or k_cache.size(0) == 0
-        or not _serves(q, k_cache, v_cache, out, scales)
+        or not serves(q, k_cache, v_cache, out)
     ):
         return None
-    copied = (
-        k_cache.dtype == q.dtype and page_size % _PAGE == 0 and _has_copied_heads(k_cache, v_cache)
-    )
+    copied = page_size % _PAGE == 0 and _has_copied_heads(k_cache, v_cache)
     keys = "pages" if copied else "slots"
-    kernel = kernel_for(
-        q.dtype, q.size(2), keys, v_cache.size(3), k_cache.dtype, _of_tokens(scales)
-    )
-    if kernel is None or batch_invariant or (not copied and k_cache.dtype == q.dtype):
+    kernel = kernel_for(q.dtype, q.size(2), keys, v_cache.size(3))
+    if kernel is None or batch_invariant or not copied:
         return kernel
     return _with_rows(kernel, q, page_table.size(0), max_seqlen_q)
 
 
 @cache
 def kernel_for(
-    dtype: torch.dtype,
-    dim: int,
-    keys: str,
-    value_dim: int | None = None,
-    kv_dtype: torch.dtype | None = None,
-    token_scales: bool = False,
+    dtype: torch.dtype, dim: int, keys: str, value_dim: int | None = None
 ) -> AttentionPrefill | None:
     """Return the kernel for keys that lie so (`AttentionPrefill`), None where there is none.
 
     Args:
-        dtype: of queries and the output.
+        dtype: of queries, keys and values.
         dim: of queries and keys.
         keys: where they lie.
         value_dim: of values and the output; None is `dim`.
-        kv_dtype: of keys and values; None is `dtype`.
-        token_scales: whether 8-bit keys and values have scales of each token.
     """
     value_dim = dim if value_dim is None else value_dim
-    kv_dtype = dtype if kv_dtype is None else kv_dtype
-    if kv_dtype != dtype and (
-        kv_dtype not in QUANTIZED_DTYPES or dim not in _DIMS_8_BIT or value_dim != dim
-    ):
-        return None
     if (
         dtype not in (torch.bfloat16, torch.float16)
         or any(size % 16 or not 16 <= size <= 256 for size in (dim, value_dim))
         or value_dim > AttentionPrefill.widest_values(dim)
     ):
         return None
-    return AttentionPrefill(
-        head_dim=dim,
-        value_dim=value_dim,
-        dtype=KERNEL_NAMES[dtype],
-        kv_dtype=KERNEL_NAMES[kv_dtype],
-        token_scales=token_scales,
-        keys=keys,
-    )
+    return AttentionPrefill(head_dim=dim, value_dim=value_dim, dtype=KERNEL_NAMES[dtype], keys=keys)
 
 
 class Fp8Scales(NamedTuple):
@@ -210,12 +190,13 @@ def fp8_variant(
     `windowed` says whether a query sees only some of the keys before it.
     """
     if (
-        max(q.size(0), k.size(0)) >= _MOST_TOKENS
+        k.size(0) >= MOST_TOKENS
         or q.dtype is not torch.float8_e4m3fn
-        or q.size(2) not in _DIMS_8_BIT
+        or q.size(2) not in _FP8_DIMS
         or v.size(2) != q.size(2)
         or any(scale.ndim > 1 for scale in scales)
-        or not _serves(q, k, v, out, scales)
+        or k.dtype != q.dtype
+        or not serves(q, k, v, out)
     ):
         return None
     kernel = _fp8_kernel(q.size(2), out.dtype)
@@ -241,7 +222,7 @@ def packed_kernels(
     """
     kernel: AttentionPrefill | None
     if dtype is torch.float8_e4m3fn:
-        served = dim in _DIMS_8_BIT and value_dim == dim
+        served = dim in _FP8_DIMS and value_dim == dim
         kernel = _fp8_kernel(dim, out_dtype) if served else None
     else:
         kernel = kernel_for(dtype, dim, "packed", value_dim)
@@ -253,28 +234,20 @@ def packed_kernels(
 
 
 def prefill_kernels(
-    dtype: torch.dtype,
-    dim: int,
-    *,
-    kv_dtype: torch.dtype | None = None,
-    token_scales: bool = False,
-    batch_invariant: bool = True,
+    dtype: torch.dtype, dim: int, *, quantized: bool = False, batch_invariant: bool = True
 ) -> list[AttentionPrefill]:
     """Return what a model's prompts take, whatever a page's size and however many there are.
 
     Args:
         dtype: of the queries.
         dim: of a head.
-        kv_dtype: of the cache; None is `dtype`.
-        token_scales: whether an 8-bit cache has scales of each token.
+        quantized: whether the cache has 8 bits, and is dequantised before it is attended to.
         batch_invariant: as `paged_attention` is called.
     """
-    slots = kernel_for(dtype, dim, "slots", kv_dtype=kv_dtype, token_scales=token_scales)
-    pages = kernel_for(dtype, dim, "pages") if kv_dtype in (None, dtype) else None
-    usual, many = pages or slots, None
-    if usual is not None and dim == 128 and not (batch_invariant or token_scales):
-        many = replace(usual, warpgroups=3)
-    return [kernel for kernel in (pages, many, slots) if kernel is not None]
+    found = [kernel_for(dtype, dim, keys) for keys in (("packed",) if quantized else _PAGED)]
+    if found[0] is not None and dim == 128 and not batch_invariant:
+        found.insert(1, replace(found[0], warpgroups=3))
+    return [kernel for kernel in found if kernel is not None]
 
 
 def workspace_bytes(kernels: Sequence[AttentionPrefill], device: int) -> int:
@@ -290,7 +263,7 @@ def attend_packed(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -299,18 +272,20 @@ def attend_packed(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
-    scales: Fp8Scales | KvScales | None = None,
+    scales: Fp8Scales | None = None,
+    batch_invariant: bool = False,
 ) -> None:
-    """Launch the kernel that `packed_variant` or `fp8_variant` chose on torch's current stream.
+    """Launch the kernel for packed keys and values that was chosen, on torch's current stream.
 
-    The kernel before it on the stream may still be writing any of these.
+    The kernel before it on the stream may still be writing any of these. Without `cu_seqlens_q`
+    each sequence has `max_seqlen_q` rows of q; `batch_invariant` is as of `paged_attention`.
 
     Raises:
         ValueError: for a workspace that is too small.
         OutOfMemoryError: torch's, when there is no room for one.
     """
-    batch = cu_seqlens_q.size(0) - 1
-    for first in range(0, batch, _MOST_SEQUENCES):
+    batch = cu_seqlens_k.size(0) - 1
+    for first in range(0, batch, MOST_SEQUENCES):
         _launch(
             kernel,
             q,
@@ -320,15 +295,18 @@ def attend_packed(
             out,
             lse,
             workspace,
+            # The first row, unless cu_seqlens_q names them.
+            row=0 if cu_seqlens_q is not None else first * max_seqlen_q,
             heads_kv=k.size(1),
-            batch=min(batch - first, _MOST_SEQUENCES),
-            k=_packed_slots(k),
-            v=_packed_slots(v),
-            cu_seqlens_q=address_of_row(cu_seqlens_q, first),
+            batch=min(batch - first, MOST_SEQUENCES),
+            k=packed_slots(k),
+            v=packed_slots(v),
+            cu_seqlens_q=0 if cu_seqlens_q is None else address_of_row(cu_seqlens_q, first),
             cu_seqlens_k=address_of_row(cu_seqlens_k, first),
             tokens_k=k.size(0),
             max_seqlen_k=max_seqlen_k,
-            **_scale_arguments(scales),
+            pack=_ONE_HEAD if batch_invariant else _KERNELS_CHOICE,
+            **({} if scales is None else _scale_arguments(scales)),
         )
 
 
@@ -347,11 +325,10 @@ def attend_paged(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
-    scales: KvScales | None = None,
 ) -> None:
     """Launch the kernel that `paged_variant` chose; else as `attend_packed`."""
     batch = seq_lens.size(0)
-    for first in range(0, batch, _MOST_SEQUENCES):
+    for first in range(0, batch, MOST_SEQUENCES):
         _launch(
             kernel,
             q,
@@ -364,7 +341,7 @@ def attend_paged(
             # The first row, unless cu_seqlens_q names them.
             row=0 if cu_seqlens_q is not None else first * max_seqlen_q,
             heads_kv=k_cache.size(2),
-            batch=min(batch - first, _MOST_SEQUENCES),
+            batch=min(batch - first, MOST_SEQUENCES),
             k=slots_of(k_cache),
             v=slots_of(v_cache),
             cu_seqlens_q=0 if cu_seqlens_q is None else address_of_row(cu_seqlens_q, first),
@@ -375,7 +352,6 @@ def attend_paged(
             page_size=k_cache.size(1),
             max_pages=page_table.size(1),
             pack=_ONE_HEAD if batch_invariant else _KERNELS_CHOICE,
-            **_scale_arguments(scales),
         )
 
 
@@ -423,17 +399,11 @@ def _launch(
         )
 
 
-def _serves(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    scales: Fp8Scales | KvScales | None,
-) -> bool:
+def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> bool:
     """Return whether our kernels run on the device and can read these."""
     return (
         has_kernel(AttentionPrefill, q)
-        and (k.dtype == q.dtype or scales is not None)
+        and q.size(0) < MOST_TOKENS
         and all(in_vectors(x, _VECTOR_BYTES) for x in (q, k, v, out))
     )
 
@@ -449,30 +419,19 @@ def _has_copied_heads(keys: torch.Tensor, values: torch.Tensor) -> bool:
     return keys.size(2) == 1
 
 
-def _scale_arguments(scales: Fp8Scales | KvScales | None) -> dict[str, Any]:
-    """Return addresses and strides; those of a scalar are 0."""
-    if _of_tokens(scales):
-        assert scales is not None
-        return {"k_token_scale": _scale_slots(scales.k), "v_token_scale": _scale_slots(scales.v)}
-    arguments: dict[str, Any] = {}
-    for name, scale in ({} if scales is None else scales._asdict()).items():
-        arguments[f"{name}_scale"] = scale.data_ptr()
-        arguments[f"{name}_scale_stride"] = scale.stride(0) if scale.numel() > 1 else 0
-    return arguments
+def _scale_arguments(scales: Fp8Scales) -> dict[str, int]:
+    """Return addresses and strides; the stride of a scalar is 0."""
+    return {
+        "q_scale": scales.q.data_ptr(),
+        "k_scale": scales.k.data_ptr(),
+        "v_scale": scales.v.data_ptr(),
+        "q_scale_stride": scales.q.stride(0) if scales.q.numel() > 1 else 0,
+        "k_scale_stride": scales.k.stride(0) if scales.k.numel() > 1 else 0,
+        "v_scale_stride": scales.v.stride(0) if scales.v.numel() > 1 else 0,
+    }
 
 
-def _of_tokens(scales: Fp8Scales | KvScales | None) -> bool:
-    return isinstance(scales, KvScales) and scales.of_tokens
-
-
-def _scale_slots(scale: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return the address and strides of scales, of pages or of packed [tokens, heads]."""
-    if scale.ndim == 2:
-        return (scale.data_ptr(), 0, scale.stride(0), scale.stride(1))
-    return slots_of(scale)
-
-
-def _packed_slots(x: torch.Tensor) -> tuple[int, int, int, int]:
+def packed_slots(x: torch.Tensor) -> tuple[int, int, int, int]:
     """Return the address and strides of packed [tokens, heads, dim]: there are no pages."""
     data, stride, head_stride = heads_of(x)
     return (data, 0, stride, head_stride)

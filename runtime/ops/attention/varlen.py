@@ -10,7 +10,7 @@ from ..common import checks
 from ..common.e4m3 import to_float32
 from ..common.torch_library import register
 from . import checks as attention_checks
-from . import prefill_cuda
+from . import dequantize_kv, prefill_cuda
 from .batch_torch import attend_capacity
 from .checks import FP8
 from .cpu_attention import attend_live
@@ -133,17 +133,16 @@ def _varlen_attention(
         q_bounds = attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
         k_bounds = attention_checks.offsets("cu_seqlens_k", cu_seqlens_k, k.size(0), max_seqlen_k)
     lengths_of = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    how = (k, v, *lengths_of, rule, sinks, out, lse)
+    how = (*lengths_of, rule, sinks, out, lse, workspace)
+    batch = cu_seqlens_q.size(0) - 1
     if q.dtype is FP8 and not on_cpu:
         assert q_scale is not None
         assert k_scale is not None
         assert v_scale is not None
         scales = prefill_cuda.Fp8Scales(q_scale, k_scale, v_scale)
-        kernel = prefill_cuda.fp8_variant(
-            q, k, v, out, scales, cu_seqlens_q.size(0) - 1, max_seqlen_q, left >= 0
-        )
+        kernel = prefill_cuda.fp8_variant(q, k, v, out, scales, batch, max_seqlen_q, left >= 0)
         if kernel is not None:
-            prefill_cuda.attend_packed(kernel, q, *how, workspace, scales)
+            prefill_cuda.attend_packed(kernel, q, k, v, *how, scales)
             return
     if q_scale is not None:
         q = _dequantized(q, q_scale, k.size(1))
@@ -151,14 +150,15 @@ def _varlen_attention(
         lengths = [stop - start for start, stop in pairwise(k_bounds)]
         attend_live(q, q_bounds, lengths, kv, rule, sinks, out, lse)
         return
-    kv_scales = None
     if k_scale is not None and v_scale is not None:
-        kv_scales = prefill_cuda.KvScales(k_scale, v_scale)
-    kernel = prefill_cuda.packed_variant(
-        q, k, v, out, cu_seqlens_q.size(0) - 1, max_seqlen_q, kv_scales
-    )
+        kernel = dequantize_kv.variant(q, k, v, out, batch, max_seqlen_q, tokens=k.size(0))
+        if kernel is not None:
+            quantized = dequantize_kv.QuantizedKV(k, v, k_scale, v_scale)
+            dequantize_kv.attend_packed(kernel, q, quantized, *how)
+            return
+    kernel = prefill_cuda.packed_variant(q, k, v, out, batch, max_seqlen_q)
     if kernel is not None:
-        prefill_cuda.attend_packed(kernel, q, *how, workspace, kv_scales)
+        prefill_cuda.attend_packed(kernel, q, k, v, *how)
         return
     k_lens = cu_seqlens_k.diff().clamp(0, max_seqlen_k)
     attend_capacity(q, cu_seqlens_q, max_seqlen_q, k_lens, max_seqlen_k, kv, rule, sinks, out, lse)

@@ -6,7 +6,7 @@ import torch
 
 from ..common import checks
 from ..common.device import device_index, runs
-from . import decode_cuda, prefill_cuda
+from . import decode_cuda, dequantize_kv, prefill_cuda
 from .decode_variants import AttentionDecode
 from .prefill_variants import AttentionPrefill
 
@@ -21,6 +21,7 @@ def paged_attention_workspace(
     max_pages: int,
     page_size: int,
     max_seqlen_q: int = 1,
+    max_tokens_k: int | None = None,
     kv_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     device: torch.device | str = "cuda",
@@ -29,7 +30,8 @@ def paged_attention_workspace(
 
     A few MB, whatever the lengths; with `batch_invariant` more if the capacity of a sequence is
     above 1024 tokens: for each 1024 of them and each KV head about the bytes of the queries in
-    fp32. Kernels that are not compiled yet are compiled.
+    fp32. Where calls are not decode steps alone, and the cache has 8 bits, they hold `max_tokens_k`
+    tokens of it in 16 bits. Kernels that are not compiled yet are compiled.
 
     Args:
         dtype: of the queries: bf16, fp16 or fp32.
@@ -40,6 +42,8 @@ def paged_attention_workspace(
         max_pages: columns of `page_table`.
         page_size: tokens of a page.
         max_seqlen_q: the largest that calls are given.
+        max_tokens_k: likewise; None where calls are given None. With a `max_seqlen_q` of 1 None
+            stands for decode steps alone, which have no `cu_seqlens_q`.
         kv_dtype: of the caches: `dtype`, which None means, int8 or e4m3.
         batch_invariant: as calls are given it.
         device: where the calls run.
@@ -61,6 +65,7 @@ def paged_attention_workspace(
         ("max_pages", max_pages),
         ("page_size", page_size),
         ("max_seqlen_q", max_seqlen_q),
+        *((("max_tokens_k", max_tokens_k),) if max_tokens_k is not None else ()),
     ):
         checks.integer(name, value, least=1)
     if heads_q % heads_kv:
@@ -86,10 +91,16 @@ def paged_attention_workspace(
             device=index,
         )
     if runs(AttentionPrefill, index):
+        quantized = kv_dtype != dtype
         kernels = prefill_cuda.prefill_kernels(
-            dtype, head_dim, kv_dtype=kv_dtype, batch_invariant=batch_invariant
+            dtype, head_dim, quantized=quantized, batch_invariant=batch_invariant
         )
         prefill = prefill_cuda.workspace_bytes(kernels, index)
+        if quantized and kernels and (max_seqlen_q > 1 or max_tokens_k is not None):
+            most = max_batch * max_pages * page_size
+            tokens = most if max_tokens_k is None else min(max_tokens_k, most)
+            behind = dequantize_kv.dequantized_bytes(tokens, heads_kv, head_dim, head_dim)
+            return max(decode, prefill) + behind
     return max(decode, prefill)
 
 

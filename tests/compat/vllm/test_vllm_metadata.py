@@ -13,6 +13,7 @@ from vllm_batches import CACHES, common_of, config_of, spec_of
 from ostinato.compat.vllm.attention_metadata import OstinatoMetadataBuilder
 from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.attention.decode_variants import AttentionDecode
+from ostinato.ops.attention.dequantize_kv import DequantizeKV
 from ostinato.ops.attention.prefill_variants import AttentionPrefill
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -97,9 +98,10 @@ def test_all_that_a_step_launches_is_compiled_before(kv_cache_dtype: str) -> Non
     kernels = OstinatoMetadataBuilder(spec_of(kv_cache_dtype), [], config_of(CPU), CPU)._kernels()
     stored = {"auto": "bf16", "int8_per_token_head": "int8"}.get(kv_cache_dtype, "e4m3")
     assert [k.cache_dtype for k in kernels if isinstance(k, AppendKV)] == [stored]
-    prompts = [k for k in kernels if isinstance(k, AttentionPrefill)]
-    by_token = kv_cache_dtype.endswith("per_token_head")
-    assert {(k.kv_dtype, k.token_scales) for k in prompts} == {(stored, by_token)}
+    assert [k.kv_dtype for k in kernels if isinstance(k, DequantizeKV)] == (
+        [] if stored == "bf16" else [stored]
+    )
+    assert {k.dtype for k in kernels if isinstance(k, AttentionPrefill)} == {"bf16"}
     decodes = [k for k in kernels if isinstance(k, AttentionDecode)]
     assert {k.kv_dtype for k in decodes} == {stored}
     assert {k.columns for k in decodes} == {8, 16, 32, 64}

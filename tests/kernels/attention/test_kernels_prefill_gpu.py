@@ -17,8 +17,8 @@ from ostinato.ops.common.device import heads_of, slots_of
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _SITES = (
-    *("prefill_queries_load", "prefill_work_tile_publish", "prefill_work_tile_release"),
-    *("prefill_release", "prefill_epilogue_store"),
+    *("prefill_queries_load", "prefill_tile_load", "prefill_work_tile_publish"),
+    *("prefill_work_tile_release", "prefill_release", "prefill_epilogue_store"),
 )
 _COPIED = ("packed", "pages")
 # Items that overlap and those that do not; three warpgroups; copied and gathered pages; outputs
@@ -33,30 +33,12 @@ _VARIANTS = (
         for warpgroups in (0, 3)
     ),
     AttentionPrefill(head_dim=256, dtype="e4m3", out_dtype="bf16"),
-    *(
-        AttentionPrefill(head_dim=dim, dtype="bf16", kv_dtype="e4m3", keys="slots")
-        for dim in (64, 128, 256)
-    ),
-    AttentionPrefill(head_dim=128, dtype="bf16", kv_dtype="int8", keys="slots", warpgroups=3),
-    AttentionPrefill(head_dim=128, dtype="bf16", kv_dtype="e4m3", warpgroups=3),
-    *(
-        AttentionPrefill(
-            head_dim=dim, dtype="bf16", kv_dtype="int8", token_scales=True, keys="slots"
-        )
-        for dim in (64, 128)
-    ),
 )
 
 
 def _sites(variant: AttentionPrefill) -> tuple[str, ...]:
-    if variant.token_scales:
-        return (*_SITES, "prefill_dequantize", "prefill_scales", "prefill_scales_release")
-    if variant.operands != variant.dtype:
-        return (*_SITES, "prefill_dequantize", "prefill_queries_convert")
-    if variant.kv_dtype != variant.dtype:
-        return (*_SITES, "prefill_dequantize")
     of_values = "prefill_transpose" if variant.dtype == "e4m3" else "prefill_values_clear"
-    return (*_SITES, "prefill_tile_load", of_values)
+    return (*_SITES, of_values)
 
 
 _CASES = [(variant, site) for variant in _VARIANTS for site in _sites(variant)]
@@ -86,7 +68,6 @@ def launch() -> Launch:
     q_all = torch.randn(tokens, _HEADS_Q, 256, device="cuda").bfloat16()
     cache = torch.randn(2, _PAGES * 40, _PAGE, _HEADS_KV, 256, device="cuda").bfloat16()
     table = torch.randint(_PAGES * 40, (12, _PAGES), dtype=torch.int32, device="cuda")
-    token_scales = torch.rand(_PAGES * 40, _PAGE, _HEADS_KV, device="cuda") + 0.5
 
     def run(variant: AttentionPrefill, mode: BuildMode, lengths: list[int]) -> torch.Tensor:
         dim = variant.head_dim
@@ -98,14 +79,6 @@ def launch() -> Launch:
         if variant.dtype == "e4m3":
             q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
             scales = {f"{name}_scale": scale.data_ptr() for name in "qkv"}
-        elif variant.kv_dtype == "e4m3":
-            k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
-        elif variant.kv_dtype == "int8":
-            k, v = (x.to(torch.int8) for x in (k, v))
-        if variant.token_scales:
-            scales = {f"{name}_token_scale": slots_of(token_scales) for name in "kv"}
-        elif variant.kv_dtype != variant.dtype:
-            scales = {f"{name}_scale": scale.data_ptr() for name in "kv"}
         offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
         k_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         keys: dict[str, Any] = {

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.ops.attention import prefill_cuda
+from ostinato.ops.attention import dequantize_kv, prefill_cuda
 from ostinato.ops.attention.prefill_cuda import (
     Fp8Scales,
-    KvScales,
     attend_packed,
     attend_paged,
     fp8_variant,
@@ -98,90 +97,65 @@ def test_larger_tiles_are_not_for_values_of_another_dim(
     assert kernel.warpgroups == 0
 
 
-def kv_scales(*shape: int) -> KvScales:
-    return KvScales(torch.ones(shape), torch.ones(shape))
-
-
 def packed_8_bit(cache: torch.dtype, dim: int = 128) -> list[torch.Tensor]:
     q, k, v, out = packed(dim=dim)
     return [q, k.to(cache), v.to(cache), out]
 
 
 @pytest.mark.parametrize("cache", [torch.int8, E4M3])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (5, 2)], ids=str)
-def test_8_bit_packed_keys_have_kernels(
-    shape: tuple[int, ...], dim: int, cache: torch.dtype
-) -> None:
-    kernel = packed_variant(*packed_8_bit(cache, dim), scales=kv_scales(*shape))
-    assert kernel is not None
-    assert (kernel.dtype, kernel.keys, kernel.head_dim) == ("bf16", "packed", dim)
-    assert kernel.kv_dtype == {torch.int8: "int8", E4M3: "e4m3"}[cache]
-    assert kernel.token_scales is (shape == (5, 2))
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+def test_8_bit_keys_have_the_kernel_of_what_they_become(dim: int, cache: torch.dtype) -> None:
+    tensors = packed_8_bit(cache, dim)
+    kernel = dequantize_kv.variant(*tensors, 1, 5, tokens=5)
+    assert kernel == packed_variant(*packed(dim=dim), 1, 5)
+    assert packed_variant(*tensors) is None
 
 
 @pytest.mark.parametrize("page_size", [16, 7])
-@pytest.mark.parametrize("cache", [torch.int8, E4M3])
-@pytest.mark.parametrize("per_token", [False, True])
-def test_8_bit_pages_of_any_size_are_read_by_threads(
-    per_token: bool, cache: torch.dtype, page_size: int
-) -> None:
+def test_8_bit_pages_of_any_size_become_packed_keys(page_size: int) -> None:
     q, *_, out = packed(dim=128)
-    k_cache, v_cache = (torch.empty(3, page_size, 2, 128, dtype=BF16).to(cache) for _ in "kv")
-    scales = kv_scales(3, page_size, 2) if per_token else kv_scales(2)
-    table = torch.zeros(1, 3, dtype=torch.int32)
-    kernel = paged_variant(q, k_cache, v_cache, table, out, scales=scales)
+    k_cache, v_cache = (torch.empty(3, page_size, 2, 128, dtype=E4M3) for _ in "kv")
+    kernel = dequantize_kv.variant(q, k_cache, v_cache, out, 1, 5, tokens=3 * page_size)
     assert kernel is not None
-    assert (kernel.keys, kernel.token_scales) == ("slots", per_token)
+    assert kernel.keys == "packed"
+    assert paged_variant(q, k_cache, v_cache, torch.zeros(1, 3, dtype=torch.int32), out) is None
 
 
-def test_one_kind_of_scales_makes_both_those_of_tokens() -> None:
-    scales = KvScales(torch.ones(()), torch.ones(5, 2))
-    kernel = packed_variant(*packed_8_bit(E4M3), scales=scales)
-    assert kernel is not None
-    assert kernel.token_scales
-
-
-@pytest.mark.parametrize(
-    ("batch_invariant", "per_token", "warpgroups"),
-    [(False, False, 3), (True, False, 0), (False, True, 0)],
-)
+@pytest.mark.parametrize(("batch_invariant", "warpgroups"), [(False, 3), (True, 0)])
 def test_many_queries_over_8_bit_pages_have_larger_tiles(
-    monkeypatch: pytest.MonkeyPatch, batch_invariant: bool, per_token: bool, warpgroups: int
+    monkeypatch: pytest.MonkeyPatch, batch_invariant: bool, warpgroups: int
 ) -> None:
     monkeypatch.setattr(prefill_cuda, "gpu", lambda device: ("", 4))
     q, *_, out = packed(4 * 4096, 128)
     k_cache, v_cache = (torch.empty(3, 16, 2, 128, dtype=E4M3) for _ in "kv")
-    scales = kv_scales(3, 16, 2) if per_token else kv_scales()
-    table = torch.zeros(4, 3, dtype=torch.int32)
-    kernel = paged_variant(q, k_cache, v_cache, table, out, 4096, batch_invariant, scales)
+    kernel = dequantize_kv.variant(
+        q, k_cache, v_cache, out, 4, 4096, tokens=48, batch_invariant=batch_invariant
+    )
     assert kernel is not None
     assert kernel.warpgroups == warpgroups
 
 
-@pytest.mark.parametrize("dims", [(96, 96), (80, 80), (128, 64), (192, 192)], ids=str)
-def test_other_8_bit_dims_are_left_to_torch(dims: tuple[int, int]) -> None:
-    q, k, _, _ = packed_8_bit(E4M3, dims[0])
-    _, _, v, out = packed_8_bit(E4M3, dims[1])
-    assert packed_variant(q, k, v, out, scales=kv_scales()) is None
-
-
-def test_8_bit_rows_must_begin_at_multiples_of_16_bytes() -> None:
+def test_other_8_bit_keys_are_left_to_torch() -> None:
     q, k, v, out = packed_8_bit(E4M3)
     odd = torch.empty(5 * 2 * 128 + 8, dtype=E4M3)[8:].view(5, 2, 128)
-    assert packed_variant(q, odd, v, out, scales=kv_scales()) is None
-    assert packed_variant(q, k, odd, out, scales=kv_scales()) is None
+    for keys, values in ((odd, v), (k, odd), (k[:0], v[:0])):
+        assert dequantize_kv.variant(q, keys, values, out, 1, 5, tokens=5) is None
+    assert dequantize_kv.variant(q, k, v, out, 1, 5, tokens=1 << 29) is None
+    assert dequantize_kv.variant(*packed(dim=128), 1, 5, tokens=5) is None
+    fp32 = [torch.empty(5, 2, 128) for _ in range(2)]
+    assert dequantize_kv.variant(fp32[0], k, v, fp32[1], 1, 5, tokens=5) is None
 
 
 def test_a_model_with_an_8_bit_cache_needs_its_kernels() -> None:
-    fp8 = {"kv_dtype": E4M3}
-    assert [kernel.keys for kernel in prefill_kernels(BF16, 64, **fp8)] == ["slots"]
-    assert prefill_kernels(BF16, 96, **fp8) == []
-    many = prefill_kernels(BF16, 128, **fp8, batch_invariant=False)
-    assert [kernel.warpgroups for kernel in many] == [3, 0]
-    of_tokens = prefill_kernels(BF16, 128, **fp8, token_scales=True, batch_invariant=False)
-    assert [(kernel.token_scales, kernel.warpgroups) for kernel in of_tokens] == [(True, 0)]
-    assert prefill_kernels(BF16, 128, kv_dtype=BF16) == prefill_kernels(BF16, 128)
+    def names(dim: int, kv_dtype: torch.dtype, batch_invariant: bool) -> list[str]:
+        found = dequantize_kv.prompt_kernels(BF16, dim, kv_dtype, batch_invariant=batch_invariant)
+        return [kernel.name for kernel in found]
+
+    attends = "attention_prefill-bf16-d128-packed"
+    assert names(128, E4M3, True) == ["dequantize_kv-bf16-e4m3", attends]
+    assert names(128, torch.int8, False) == ["dequantize_kv-bf16-int8", attends, f"{attends}-w3"]
+    assert names(120, E4M3, True) == []
+    assert names(128, BF16, True) == [kernel.name for kernel in prefill_kernels(BF16, 128)]
 
 
 @pytest.mark.parametrize(
@@ -365,9 +339,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         "current_stream": lambda device: 7,
         "load": lambda kernel, *, device, stream: recorder,
     }.items():
-        monkeypatch.setattr(prefill_cuda, name, value)
-    memory = torch.zeros(8, dtype=torch.uint8)
-    monkeypatch.setattr(prefill_cuda._workspaces, "get", lambda device, stream, needed: memory)
+        for module in (prefill_cuda, dequantize_kv):
+            monkeypatch.setattr(module, name, value)
+    for module in (prefill_cuda, dequantize_kv):
+        memory = torch.zeros(1 << 16, dtype=torch.uint8)
+        monkeypatch.setattr(module._workspaces, "get", lambda device, stream, needed, of=memory: of)
     return recorder.launches
 
 
@@ -384,21 +360,49 @@ def test_a_launch_has_the_strides_of_values_of_another_dim(launches: list[dict[s
     assert launch["out"] == (out.data_ptr(), 6 * 128, 128)
 
 
-def test_a_launch_has_the_strides_of_scales(launches: list[dict[str, Any]]) -> None:
+def launch_8_bit(launches: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
+    """Attend to packed 8-bit keys with scales, given as `options`, and return the launches."""
     q, k, v, out = packed_8_bit(E4M3)
+    kernel = dequantize_kv.variant(q, k, v, out, 1, 5, tokens=5)
+    assert kernel is not None
     offsets, rule = torch.tensor([0, 5], dtype=torch.int32), LogitRule(1.0, True, -1, -1, 0.0)
+    kv = dequantize_kv.QuantizedKV(k, v, **options)
+    how = (offsets, offsets, 5, 5, rule, None, out, None, None)
+    dequantize_kv.attend_packed(kernel, q, kv, *how)
+    return launches
+
+
+def test_a_launch_has_the_strides_of_scales(launches: list[dict[str, Any]]) -> None:
     by_head, by_token = torch.ones(2, 3)[:, 1], torch.ones(5, 2, 3)[..., 1]
-    for scales in (KvScales(torch.ones(()), by_head), KvScales(by_head, by_token)):
-        kernel = packed_variant(q, k, v, out, scales=scales)
-        assert kernel is not None
-        how = (offsets, offsets, 5, 5, rule, None, out, None, None, scales)
-        attend_packed(kernel, q, k, v, *how)
-    static, of_tokens = launches
-    assert (static["k_scale_stride"], static["v_scale_stride"]) == (0, 3)
-    assert static["v_scale"] == by_head.data_ptr()
-    assert of_tokens["k_token_scale"] == (by_head.data_ptr(), 0, 0, 3)
-    assert of_tokens["v_token_scale"] == (by_token.data_ptr(), 0, 6, 3)
-    assert "k_scale" not in of_tokens
+    first, attends = launch_8_bit(launches, k_scale=torch.ones(()), v_scale=by_head)
+    assert first["k_scale"][1:] == (0, 0, 0)
+    assert first["v_scale"] == (by_head.data_ptr(), 0, 0, 3)
+    assert (attends["k"], attends["v"]) == (
+        (first["k_out"], 0, 2 * 128, 128),
+        (first["v_out"], 0, 2 * 128, 128),
+    )
+    second = launch_8_bit(launches, k_scale=by_head, v_scale=by_token)[2]
+    assert second["v_scale"] == (by_token.data_ptr(), 0, 6, 3)
+
+
+def test_what_is_dequantised_lies_behind_what_attention_keeps(
+    launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = []
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+
+    def get(device: int, stream: int, size: int) -> torch.Tensor:
+        needed.append(size)
+        return memory[:size]
+
+    monkeypatch.setattr(dequantize_kv._workspaces, "get", get)
+    first, attends = launch_8_bit(launches, k_scale=torch.ones(()), v_scale=torch.ones(()))
+    assert attends["workspace"] == memory.data_ptr()
+    size = 5 * 2 * 128 * 2
+    assert first["k_out"] >= memory.data_ptr() + 8 + 4096
+    assert first["v_out"] >= first["k_out"] + size
+    assert first["v_out"] + size <= memory.data_ptr() + needed[0]
+    assert first["k_out"] % 256 == 0 == first["v_out"] % 256
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -1,4 +1,4 @@
-"""Prefill attention over 8-bit keys and values by our kernel: accuracy over the whole grid."""
+"""Prefill attention over 8-bit keys and values by our kernels: accuracy over the whole grid."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from prefill_checks import check
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.attention import decode_cuda, prefill_cuda
-from ostinato.ops.attention.prefill_cuda import KvScales
+from ostinato.ops.attention import decode_cuda, dequantize_kv, prefill_cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -45,10 +44,9 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(params=["tiles of 128", "tiles of 192"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of head dims of 128, whose kernels are two, but for scales of tokens."""
+    """Of head dims of 128, whose kernels are two."""
     larger = request.param == "tiles of 192"
-    params = request.node.callspec.params
-    if larger and (params.get("dim", 128) != 128 or params.get("kind") == "token"):
+    if larger and request.node.callspec.params.get("dim", 128) != 128:
         pytest.skip("there is one kernel")
     monkeypatch.setattr(prefill_cuda, "prefers_many_rows", lambda *_: larger)
 
@@ -88,15 +86,13 @@ def packed_8_bit(
 def attend(args: list[Any], scales: dict[str, torch.Tensor], **options: Any) -> Any:
     """Call the op after seeing that our kernel serves it."""
     q, k, v = args[:3]
-    of_op = KvScales(scales["k_scale"], scales["v_scale"])
-    kernel = prefill_cuda.packed_variant(q, k, v, torch.empty_like(q), 1, 1, of_op)
-    assert kernel is not None
-    assert kernel.token_scales is of_op.of_tokens
+    out = q.new_empty((*q.shape[:2], v.size(2)))
+    assert dequantize_kv.variant(q, k, v, out, 1, 1, tokens=k.size(0)) is not None
     return ops.varlen_attention(*args, **scales, **options)
 
 
 def check_packed(args: list[Any], scales: dict[str, torch.Tensor], **options: Any) -> None:
-    out = torch.full_like(args[0], math.nan)
+    out = args[0].new_full((*args[0].shape[:2], args[2].size(2)), math.nan)
     out, lse = attend(args, scales, **options, out=out, return_lse=True)
 
     def twin(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,16 +101,18 @@ def check_packed(args: list[Any], scales: dict[str, torch.Tensor], **options: An
     check(out, lse, twin, args[0].dtype)
 
 
-def check_paged(case: PagedCase) -> None:
+def check_paged(case: PagedCase, **more: Any) -> None:
     args, options = case.build(CUDA)
     q, k_cache, v_cache, table, _ = args
     queries = options["max_seqlen_q"]
     out = torch.full_like(q, math.nan)
-    scales = KvScales(options["k_scale"], options["v_scale"])
     assert decode_cuda.variant(q, k_cache, v_cache, table, queries, False, out) is None
-    chosen = prefill_cuda.paged_variant(q, k_cache, v_cache, table, out, scales=scales)
+    capacity = table.numel() * k_cache.size(1)
+    chosen = dequantize_kv.variant(
+        q, k_cache, v_cache, out, table.size(0), queries, tokens=capacity
+    )
     assert chosen is not None
-    out, lse = ops.paged_attention(*args, **options, out=out, return_lse=True)
+    out, lse = ops.paged_attention(*args, **options, **more, out=out, return_lse=True)
 
     def twin(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return reference.paged_attention(*args, **options, dtype=dtype)
@@ -132,6 +130,18 @@ def test_packed_dims_and_dtypes(
     k_lens: tuple[int, ...] | None, dim: int, kind: str, cache: torch.dtype, dtype: torch.dtype
 ) -> None:
     check_packed(*packed_8_bit(Q_LENS, k_lens, dim=dim, dtype=dtype, cache=cache, kind=kind))
+
+
+@each_cache
+@each_kind
+@pytest.mark.parametrize("dims", [(16, 16), (80, 80), (96, 64), (192, 128), (128, 256)], ids=str)
+def test_any_dims_that_16_bit_kernels_have(
+    dims: tuple[int, int], kind: str, cache: torch.dtype
+) -> None:
+    args, scales = packed_8_bit(Q_LENS, K_LENS, dim=dims[0], cache=cache, kind=kind)
+    others, _ = packed_8_bit(Q_LENS, K_LENS, dim=dims[1], cache=cache, kind=kind)
+    args[2] = others[2]
+    check_packed(args, scales)
 
 
 @pytest.mark.usefixtures("tiles")
@@ -240,6 +250,64 @@ def test_rules_and_layouts_of_pages(
     )
 
 
+def test_a_call_needs_room_for_the_tokens_that_it_sees() -> None:
+    """Sequences without queries have none, however long they are."""
+    case = PagedCase(
+        (700, 300, 900, 70),
+        q_lens=(200, 1, 0, 70),
+        max_seqlen_q=200,
+        dtype=BF16,
+        cache_dtype=E4M3,
+    )
+    check_paged(case, max_tokens_k=1070, check_bounds=True)
+
+
+@each_cache
+def test_what_has_no_room_is_written_nowhere_else(cache: torch.dtype) -> None:
+    case = PagedCase((700, 300), q_lens=(200, 90), max_seqlen_q=200, dtype=BF16, cache_dtype=cache)
+    args, options = case.build(CUDA)
+    q, k_cache, _, table, _ = args
+    needed = ops.paged_attention_workspace(
+        *(BF16, q.size(1), k_cache.size(2), q.size(2)),
+        max_batch=2,
+        max_pages=table.size(1),
+        page_size=k_cache.size(1),
+        max_seqlen_q=200,
+        max_tokens_k=800,
+        kv_dtype=cache,
+    )
+    memory = torch.zeros(needed + 4096, dtype=torch.uint8, device=CUDA)
+    memory[needed:] = 7
+    with_room = ops.paged_attention(*args, **options)
+    given = {"workspace": memory[:needed], "max_tokens_k": 800}
+    out = ops.paged_attention(*args, **options, **given)
+    assert_same_bits(out[:200], with_room[:200])
+    assert (memory[needed:] == 7).all()
+
+
+@each_cache
+def test_decode_steps_and_prompts_may_share_a_workspace(cache: torch.dtype) -> None:
+    steps = PagedCase((3000, 70, 900), dtype=BF16, cache_dtype=cache)
+    prompts = PagedCase(
+        (700, 300, 70), q_lens=(200, 90, 70), max_seqlen_q=200, dtype=BF16, cache_dtype=cache
+    )
+    calls = [case.build(CUDA) for case in (steps, prompts)]
+    (q, k_cache, *_), _ = calls[0]
+    needed = ops.paged_attention_workspace(
+        *(BF16, q.size(1), k_cache.size(2), q.size(2)),
+        max_batch=3,
+        max_pages=max(args[3].size(1) for args, _ in calls),
+        page_size=k_cache.size(1),
+        max_seqlen_q=200,
+        kv_dtype=cache,
+    )
+    expected = [ops.paged_attention(*args, **options) for args, options in calls]
+    memory = torch.zeros(needed, dtype=torch.uint8, device=CUDA)
+    for _ in range(3):
+        for (args, options), result in zip(calls, expected, strict=True):
+            assert_same_bits(ops.paged_attention(*args, **options, workspace=memory), result)
+
+
 @pytest.mark.parametrize(("k_kind", "v_kind"), [("token", "head"), ("scalar", "token")])
 def test_kinds_of_scales_may_be_mixed(k_kind: str, v_kind: str) -> None:
     args, scales = packed_8_bit((300, 129), (310, 500), kind=k_kind)
@@ -322,7 +390,7 @@ def test_every_element_is_dequantised_exactly(
 @pytest.mark.parametrize("magnitude", [2.0**-100, 2.0**-20, 2.0**20, 2.0**100], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_queries_of_any_magnitude(dim: int, magnitude: float, cache: torch.dtype) -> None:
-    """Those in bf16 are multiplied in fp16, whose range is smaller; rows differ in magnitude."""
+    """So are keys with scales of any magnitude; rows differ in theirs."""
     args, scales = packed_8_bit((300, 70), (900, 400), dim=dim, cache=cache)
     q = args[0]
     q[::3] *= magnitude
@@ -362,10 +430,7 @@ def test_scales_that_are_no_numbers_reach_only_those_that_see_them(
     key, first = 270, 270 - (330 - 200)
     scales[where][key] = value
     out, lse = attend(args, scales, return_lse=True)
-    # Infinitely small logits take nothing of a key.
-    q, k = args[0][first:200].float(), args[1][key].float()
-    seen = (q @ k[0] >= 0) if (where, value) == ("k_scale", math.inf) else q[..., 0].isfinite()
-    assert torch.equal(out[first:200].isfinite().all(2), ~seen)
+    assert not out[first:200].isfinite().all(2).any()
     torch.testing.assert_close(out[:first], expected[:first], rtol=2e-2, atol=2e-2)
     assert_same_bits(out[200:], expected[200:])
     assert lse[:first].isfinite().all()
@@ -380,7 +445,7 @@ def test_scales_that_are_no_numbers_reach_only_those_that_see_them(
 def test_bits_are_those_of_the_dequantised_cache(
     page_size: int, dim: int, cache: torch.dtype
 ) -> None:
-    """Of the 16-bit kernel with the same tiles and operands, where scales are powers of two."""
+    """Of the 16-bit kernel with the same tiles."""
     case = PagedCase(
         K_LENS,
         q_lens=Q_LENS,
@@ -392,8 +457,8 @@ def test_bits_are_those_of_the_dequantised_cache(
     )
     (q, k_cache, v_cache, table, lens), options = case.build(CUDA)
     k_scale, v_scale = options.pop("k_scale"), options.pop("v_scale")
-    k_scale.copy_(torch.tensor([0.5, 0.25], device=CUDA) / 16)
-    v_scale.copy_(torch.tensor([2.0, 0.125], device=CUDA))
+    k_scale.copy_(torch.tensor([0.03, 0.017], device=CUDA))
+    v_scale.copy_(torch.tensor([1.9, 0.13], device=CUDA))
     if dim == 64 and page_size == 7:
         pytest.skip("16-bit keys of head dim 64 in slots have tiles of 128 queries")
     options["batch_invariant"] = page_size == 7  # 16-bit slots have no tiles of 192
