@@ -106,7 +106,10 @@ def variant(
     The arguments are those of `paged_attention` and `varlen_attention`, checked.
 
     Args:
-        q, k, v, out: theirs.
+        q: theirs, as the next ones.
+        k: that of `paged_attention` is `k_cache`.
+        v: likewise.
+        out: theirs.
         batch: how many sequences there are.
         max_seqlen_q: theirs.
         tokens: that are dequantised, at most.
@@ -240,9 +243,10 @@ def attend_packed(
         k_scale=_packed_scales(kv.k_scale),
         v_scale=_packed_scales(kv.v_scale),
     )
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    how = (rule, sinks, out, lse, place.workspace)
-    prefill_cuda.attend_packed(kernel, q, place.k, place.v, *lengths, *how)
+    prefill_cuda.attend_packed(
+        *(kernel, q, place.k, place.v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        *(rule, sinks, out, lse, place.workspace),
+    )
 
 
 class _Place(NamedTuple):
@@ -277,7 +281,7 @@ def _place(
     # At the end: other kernels that share the workspace keep their counters at its beginning.
     at = workspace.numel() - behind
     at += -(workspace.data_ptr() + at) % _ALIGNMENT
-    views = []
+    views: list[torch.Tensor] = []
     for width in (dim, value_dim):
         size = 2 * tokens * heads * width
         first = at + _OFFSETS_BYTES + sum(_rounded(2 * x.numel()) for x in views)

@@ -239,7 +239,8 @@ def _paged_attention(
 
 _paged_attention_op = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
-    "Tensor? cu_seqlens_q, SymInt max_seqlen_q, SymInt? max_tokens_k, float scale, bool causal, int left, int right, "
+    "Tensor? cu_seqlens_q, SymInt max_seqlen_q, SymInt? max_tokens_k, float scale, bool causal, "
+    "int left, int right, "
     "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool batch_invariant, "
     "bool check_bounds, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, "
     "int[] l2_partition) -> ()",
