@@ -43,7 +43,7 @@ ap.add_argument("--max-batch", type=int, default=256)
 ap.add_argument(
     "--deadline", type=float, default=570, help="seconds after which no measurement begins"
 )
-ap.add_argument("--start-limit", type=float, default=150, help="seconds that a server may take")
+ap.add_argument("--start-limit", type=float, default=240, help="seconds that a server may take")
 ap.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
 ap.add_argument("--work", type=lambda p: Path(p).resolve(), default=Path("/tmp/serve_run"))
 ap.add_argument("--vllm-command", default="", help="for trials: what stands in for vLLM's server")
@@ -62,7 +62,9 @@ W = A.work / A.dtype
 W.mkdir(parents=True, exist_ok=True)
 A.out.mkdir(parents=True, exist_ok=True)
 NAME = A.shape
-PORTS = {"ours": 8431, "vllm": 8432}
+# Both dtypes may run at once, each on a GPU of its own.
+FIRST_PORT = 8431 if A.dtype == "int8" else 8441
+PORTS = {"ours": FIRST_PORT, "vllm": FIRST_PORT + 1}
 IMPLS = {"ours": f"ostinato_{A.dtype}", "vllm": "vllm_0.33.0"}
 low, high = map(int, A.prompt.split())
 CONTEXT = max(high + A.output, 128 + int(A.texts.split()[1]))
