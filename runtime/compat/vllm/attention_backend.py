@@ -7,14 +7,12 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
-from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
-from ...ops.attention import prefill_cuda
 from ...ops.attention.decode_variants import AttentionDecode
 from ...ops.attention.prefill_variants import AttentionPrefill
 from .attention_impl import OstinatoAttentionImpl
 from .attention_metadata import OstinatoMetadataBuilder
-from .kv_views import CACHE_DTYPES, packed_spec
+from .kv_views import packed_spec
 
 
 class OstinatoAttentionBackend(AttentionBackend):
@@ -71,19 +69,11 @@ class OstinatoAttentionBackend(AttentionBackend):
         *others: Any,
         **more: Any,
     ) -> str | None:
-        """Return why a cache of a dtype has no kernel, None where it has one."""
+        """Return why queries of `dtype` have no kernel for a cache, None where they have one."""
         named = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(kv_cache_dtype or "")
         if named not in (None, dtype):
             return f"a {kv_cache_dtype} cache needs queries of {kv_cache_dtype}, got {dtype}"
-        mode = get_kv_quant_mode(kv_cache_dtype or "auto")
-        kernel = prefill_cuda.kernel_for(
-            dtype,
-            head_size,
-            "slots",
-            kv_dtype=CACHE_DTYPES.get(mode, dtype),
-            token_scales=mode.is_per_token_head,
-        )
-        return None if kernel else f"a {kv_cache_dtype} cache has no kernel for {head_size=}"
+        return None
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -65,9 +65,10 @@ def paged_attention_workspace(
         ("max_pages", max_pages),
         ("page_size", page_size),
         ("max_seqlen_q", max_seqlen_q),
-        *((("max_tokens_k", max_tokens_k),) if max_tokens_k is not None else ()),
     ):
         checks.integer(name, value, least=1)
+    if max_tokens_k is not None:
+        checks.integer("max_tokens_k", max_tokens_k, least=0)
     if heads_q % heads_kv:
         raise ValueError(f"heads_q: got {heads_q}, expected a multiple of heads_kv = {heads_kv}")
     checks.flag("batch_invariant", batch_invariant)
@@ -110,17 +111,24 @@ def varlen_attention_workspace(
     *,
     value_dim: int | None = None,
     out_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
+    heads_kv: int = 1,
+    max_tokens_k: int = 0,
     device: torch.device | str = "cuda",
 ) -> int:
     """Return the bytes that suffice as `workspace` of `varlen_attention`, whatever the lengths.
 
-    Kernels that are not compiled yet are compiled.
+    They hold the keys and values in 16 bits if `kv_dtype` is another dtype than `dtype`. Kernels
+    that are not compiled yet are compiled.
 
     Args:
-        dtype: of queries, keys and values: bf16, fp16, fp32 or e4m3.
+        dtype: of the queries: bf16, fp16, fp32 or e4m3.
         head_dim: of queries and keys.
         value_dim: of values; None is `head_dim`.
         out_dtype: of the output of e4m3 queries: bf16, which None means, or fp16.
+        kv_dtype: of keys and values: `dtype`, which None means, int8 or e4m3.
+        heads_kv: KV heads; of another `kv_dtype` than `dtype` only.
+        max_tokens_k: the most rows of keys that calls are given; likewise.
         device: where the calls run.
 
     Returns:
@@ -133,6 +141,10 @@ def varlen_attention_workspace(
     checks.integer("head_dim", head_dim, least=1)
     value_dim = head_dim if value_dim is None else value_dim
     checks.integer("value_dim", value_dim, least=1)
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    checks.option("kv_dtype", kv_dtype, (dtype, *checks.QUANTIZED_DTYPES))
+    checks.integer("heads_kv", heads_kv, least=1)
+    checks.integer("max_tokens_k", max_tokens_k, least=0)
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
     checks.option("out_dtype", out_dtype, (torch.bfloat16, torch.float16))
     place = torch.device(device)
@@ -142,4 +154,7 @@ def varlen_attention_workspace(
     if not runs(AttentionPrefill, index):
         return 0
     kernels = prefill_cuda.packed_kernels(dtype, head_dim, value_dim, out_dtype)
-    return prefill_cuda.workspace_bytes(kernels, index)
+    needed = prefill_cuda.workspace_bytes(kernels, index)
+    if kernels and kv_dtype != dtype:
+        needed += dequantize_kv.dequantized_bytes(max_tokens_k, heads_kv, head_dim, value_dim)
+    return needed

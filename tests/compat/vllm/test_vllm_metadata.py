@@ -64,6 +64,17 @@ def test_a_padded_graph_takes_padding_as_decodes() -> None:
     assert spans(builder_of().build(0, common)) == [(0, 4, 4, 1, True)]
 
 
+def test_prompts_over_8_bits_say_how_many_tokens_they_have() -> None:
+    """Decodes in front of them do not count; their memory is that of the call."""
+    common = common_of([1, 1, 4, 2], [4, 9, 4, 3], table_of(4))
+    assert [p.max_tokens_k for p in builder_of().build(0, common).parts] == [None, None]
+    builder = OstinatoMetadataBuilder(spec_of("fp8"), [], config_of(CPU), CPU)
+    common.seq_lens_cpu_upper_bound = torch.tensor([4, 9, 4, 3], dtype=torch.int32)
+    assert [p.max_tokens_k for p in builder.build(0, common).parts] == [None, 7]
+    common.seq_lens_cpu_upper_bound = None
+    assert [p.max_tokens_k for p in builder.build(0, common).parts] == [None, 18]
+
+
 def test_verified_drafts_are_decodes_of_several_rows() -> None:
     builder = builder_of(speculative=2)
     assert spans(builder.build(0, common_of([3, 3], [7, 9], table_of(2)))) == [(0, 6, 2, 3, True)]

@@ -61,6 +61,13 @@ PAGED = [
     ({"max_seqlen_q": 0}, ValueError, "max_seqlen_q: got 0, expected at least 1"),
     ({"max_seqlen_q": 1.0}, TypeError, "max_seqlen_q: got float, expected an int"),
     ({"max_seqlen_q": True}, TypeError, "max_seqlen_q: got bool"),
+    ({"max_tokens_k": -1}, ValueError, "max_tokens_k: got -1, expected at least 0"),
+    ({"max_tokens_k": 2.0}, TypeError, "max_tokens_k: got float, expected an int"),
+    (
+        {"max_tokens_k": 13, "check_bounds": True},
+        ValueError,
+        "max_tokens_k: got 13, expected at least the ",
+    ),
     ({"cu_seqlens_q": int32([0, 4], CPU)}, ValueError, r"cu_seqlens_q: got shape \[2\]"),
     ({"cu_seqlens_q": int32([1, 1, 2, 3, 4], CPU)}, ValueError, "cu_seqlens_q: got 1 first"),
     ({"cu_seqlens_q": int32([0, 2, 2, 3, 4], CPU)}, ValueError, "got length 2 for sequence 0"),

@@ -12,6 +12,8 @@ from ostinato import ops
 from ostinato.jit.variant import Variant
 from ostinato.ops.attention import decode_cuda, prefill_cuda, workspace
 
+BF16 = (torch.bfloat16, 64)
+OF_8_BITS = {"kv_dtype": torch.int8, "heads_kv": 2}
 SIZES = {"max_batch": 64, "max_pages": 512, "page_size": 16}
 
 
@@ -66,6 +68,29 @@ def test_of_prompts_it_suffices_for_both_tiles() -> None:
     assert ops.varlen_attention_workspace(torch.float32, 64) == 0
 
 
+def test_what_is_dequantised_has_room_behind_the_rest() -> None:
+    row = 2 * 2 * 64 * 2  # keys and values, bytes, dim, heads
+    for few, many in (
+        [ops.varlen_attention_workspace(*BF16, **OF_8_BITS, max_tokens_k=n) for n in (512, 1024)],
+        [
+            ops.paged_attention_workspace(
+                *(torch.bfloat16, 8, 2, 64),
+                **{**SIZES, "max_seqlen_q": 5, "max_tokens_k": n},
+                kv_dtype=torch.int8,
+            )
+            for n in (512, 1024)
+        ],
+    ):
+        assert many - few == 512 * row
+    plain = ops.paged_attention_workspace(torch.bfloat16, 8, 2, 64, **SIZES, max_seqlen_q=5)
+    every = {**SIZES, "max_seqlen_q": 5, "kv_dtype": torch.int8}
+    tokens = 64 * 512 * 16
+    found = ops.paged_attention_workspace(torch.bfloat16, 8, 2, 64, **every)
+    assert tokens * row < found - plain < tokens * row + 16384
+    steps = ops.paged_attention_workspace(torch.bfloat16, 8, 2, 64, **SIZES, kv_dtype=torch.int8)
+    assert steps < 16384
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -73,6 +98,7 @@ def test_of_prompts_it_suffices_for_both_tiles() -> None:
         ({"kv_dtype": torch.float32}, TypeError, "kv_dtype: got torch.float32"),
         ({"heads_q": 7}, ValueError, "heads_q: got 7, expected a multiple of heads_kv = 2"),
         ({"max_batch": 0}, ValueError, "max_batch: got 0"),
+        ({"max_tokens_k": -1}, ValueError, "max_tokens_k: got -1, expected at least 0"),
         ({"page_size": 1.5}, TypeError, "page_size: got float"),
         ({"batch_invariant": 1}, TypeError, "batch_invariant: got int"),
     ],
