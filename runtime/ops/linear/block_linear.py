@@ -13,7 +13,7 @@ from . import packed_weight
 from .block_scales import SCALE_CHANNELS, scale_channels
 from .gemm_variants import GemmTiled
 from .linear import check_tiles, linear
-from .packed_weight import PackedWeight
+from .packed_weight import PackedWeight, check_features, data_of
 from .quantize_cuda import GROUP
 from .w8a8_gemm import w8a8_gemm
 
@@ -65,12 +65,7 @@ def fp8_block_linear(
     checks.tensor("x", x, (_E4M3,), ("M", "K"))
     checks.not_empty("x", x, "K")
     device, (rows, k) = x.device, x.shape
-    if isinstance(w, PackedWeight):
-        if w.k != k:
-            raise ValueError(f"w: got shape {list(w.shape)}, expected [N, {k}]")
-        checks.tensor("w", w.data, (_E4M3,), w.data.shape, device)
-    else:
-        checks.tensor("w", w, (_E4M3,), ("N", k), device)
+    check_features("w", w, k, (_E4M3,), device)
     columns, groups = w.shape[0], ceil_div(k, GROUP)
     check_tiles(x.shape, w.shape)
     checks.tensor("x_scale", x_scale, (torch.float32,), (groups, rows), device)
@@ -91,8 +86,7 @@ def fp8_block_linear(
     with checks.launch_stream(stream, device):
         if out is None:
             out = torch.empty((rows, columns), dtype=out_dtype, device=device)
-        weight = w.data if isinstance(w, PackedWeight) else w
-        _fp8_block_linear_op(x, weight, x_scale, w_scale, bias, n_active, batch_invariant, out)
+        _fp8_block_linear_op(x, data_of(w), x_scale, w_scale, bias, n_active, batch_invariant, out)
     return out
 
 

@@ -11,7 +11,7 @@ from .activation import activation_quantize_into
 from .fused_cuda import FusedLinear, Weights, launch_fused, launch_gated
 from .linear import check_weight, multiply
 from .norms import check_norm, normalize_and_quantize, sum_like
-from .packed_weight import PackedWeight
+from .packed_weight import PackedWeight, data_of
 from .quantize import quantize_tokens
 from .quantize_cuda import GATED
 
@@ -60,7 +60,7 @@ def dynamic_w8a8_linear(
     with checks.launch_stream(stream, x.device):
         if out is None:
             out = torch.empty(shape, dtype=out_dtype, device=x.device)
-        data = w.data if isinstance(w, PackedWeight) else w
+        data = data_of(w)
         _dynamic_w8a8_linear_op(x, data, w_scale, bias, n_active, batch_invariant, out)
     return out
 
@@ -98,7 +98,7 @@ def rms_norm_w8a8_linear(
     with checks.launch_stream(stream, x.device):
         out = torch.empty(shape, dtype=out_dtype, device=x.device)
         total = sum_like(x, residual)
-        data = w.data if isinstance(w, PackedWeight) else w
+        data = data_of(w)
         _rms_norm_w8a8_linear_op(
             x, weight, eps, residual, data, w_scale, bias, n_active, batch_invariant, out, total
         )
@@ -170,7 +170,7 @@ def rms_norm_w8a8_mlp(
     with checks.launch_stream(stream, device):
         out = torch.empty((rows, columns), dtype=out_dtype, device=device)
         total = sum_like(x, residual)
-        first, second = (w.data if isinstance(w, PackedWeight) else w for w in (gate_up_w, down_w))
+        first, second = data_of(gate_up_w), data_of(down_w)
         _rms_norm_w8a8_mlp_op(
             *(x, weight, eps, residual, first, gate_up_w_scale, gate_up_bias),
             *(second, down_w_scale, down_bias, width, kind, n_active, batch_invariant),
@@ -189,7 +189,7 @@ def _dynamic_w8a8_linear(
     out: torch.Tensor,
 ) -> None:
     if has_kernel(FusedLinear, x) and launch_fused(
-        x, None, 0.0, None, w, w_scale, bias, batch_invariant, out, None
+        x, None, 0.0, None, Weights(w, w_scale, bias), batch_invariant, out, None
     ):
         return
     codes, scale = codes_of(x, w)
@@ -211,8 +211,9 @@ def _rms_norm_w8a8_linear(
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
 ) -> None:
+    weights = Weights(w, w_scale, bias)
     if has_kernel(FusedLinear, x) and launch_fused(
-        x, weight, eps, residual, w, w_scale, bias, batch_invariant, out, residual_out
+        x, weight, eps, residual, weights, batch_invariant, out, residual_out
     ):
         return
     codes, scale = codes_of(x, w)

@@ -190,14 +190,30 @@ def activated_kernel(k: int, dtype: torch.dtype, out_dtype: torch.dtype) -> Acti
     return ActivatedLinear(out_dtype=KERNEL_NAMES[out_dtype])
 
 
+class Weights(NamedTuple):
+    """What belongs to the weight of a layer: w [n, k] or the data of a `PackedWeight`."""
+
+    w: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """Of a launch."""
+        return {
+            "w": self.w.data_ptr(),
+            "w_scale": self.scale.data_ptr(),
+            "w_scale_stride": int(self.scale.numel() > 1),
+            "bias": address_of(self.bias),
+        }
+
+
 def launch_fused(
     x: torch.Tensor,
     norm_weight: torch.Tensor | None,
     eps: float,
     residual: torch.Tensor | None,
-    w: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    weights: Weights,
     batch_invariant: bool,
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
@@ -205,19 +221,18 @@ def launch_fused(
     """Launch the layer on torch's current stream as one kernel, if there is one that serves it.
 
     It is for one token: every SM quantises all of x, which for two takes as long as a kernel of
-    its own. The arguments are those of the ops of `fused.py`, checked; w is [n, k] or the
-    data of a `PackedWeight`. The kernel reads x and `residual` only after those in front of it on
-    the stream have ended, and all else before.
+    its own. The arguments are those of the ops of `fused.py`, checked. The kernel reads x and
+    `residual` only after those in front of it on the stream have ended, and all else before.
     """
     (m, n), k = out.shape, x.size(1)
-    if m != 1 or n == 0 or w.dim() != 4:
+    if m != 1 or n == 0 or weights.w.dim() != 4:
         return False
-    kernel = fused_kernel(_kind_of(x, norm_weight), x.dtype, k, w.dtype, out.dtype)
+    kernel = fused_kernel(_kind_of(x, norm_weight), x.dtype, k, weights.w.dtype, out.dtype)
     rows = (x, norm_weight, residual, residual_out)
     if (
         kernel is None
         or not all(row is None or _is_aligned(row) for row in rows)
-        or (bias is not None and bias.dtype is not out.dtype)
+        or (weights.bias is not None and weights.bias.dtype is not out.dtype)
         or _overlap(x, out)  # a CTA would store into what another one has yet to read
     ):
         return False
@@ -232,25 +247,14 @@ def launch_fused(
             residual_out=address_of(residual_out),
             norm_weight=address_of(norm_weight),
             eps=eps,
-            w=w.data_ptr(),
-            w_scale=w_scale.data_ptr(),
-            w_scale_stride=int(w_scale.numel() > 1),
-            bias=address_of(bias),
             out=out.data_ptr(),
             n=n,
             k=k,
             pdl=pdl.enabled(),
             stream=stream,
+            **weights.arguments,
         )
     return True
-
-
-class Weights(NamedTuple):
-    """What belongs to the weight of a layer: w [n, k] or the data of a `PackedWeight`."""
-
-    w: torch.Tensor
-    scale: torch.Tensor
-    bias: torch.Tensor | None
 
 
 def launch_gated(
@@ -301,10 +305,7 @@ def launch_gated(
             residual_out=address_of(residual_out),
             norm_weight=norm_weight.data_ptr(),
             eps=eps,
-            w=gate_up.w.data_ptr(),
-            w_scale=gate_up.scale.data_ptr(),
-            w_scale_stride=int(gate_up.scale.numel() > 1),
-            bias=address_of(gate_up.bias),
+            **gate_up.arguments,
             out=activated.data_ptr(),
             maxima=maxima,
             n_maxima=ctas,
@@ -317,10 +318,7 @@ def launch_gated(
             x=activated.data_ptr(),
             maxima=maxima,
             n_maxima=ctas,
-            w=down.w.data_ptr(),
-            w_scale=down.scale.data_ptr(),
-            w_scale_stride=int(down.scale.numel() > 1),
-            bias=address_of(down.bias),
+            **down.arguments,
             out=out.data_ptr(),
             n=n,
             k=width,

@@ -14,7 +14,7 @@ from ..common.torch_library import register
 from . import cpu_product, packed_weight
 from .dense_gemm import dense_gemm
 from .gemm_variants import GemmTiled
-from .packed_weight import PackedWeight
+from .packed_weight import PackedWeight, check_features, data_of
 from .w8a8_gemm import ToSample, w8a8_gemm
 from .w8a8_torch import fp8_product, int8_product
 
@@ -68,7 +68,7 @@ def linear(
     with checks.launch_stream(stream, device):
         if out is None:
             out = torch.empty(shape, dtype=out_dtype, device=device)
-        _linear_op(x, w.data if isinstance(w, PackedWeight) else w, bias, n_active, out)
+        _linear_op(x, data_of(w), bias, n_active, out)
     return out
 
 
@@ -79,12 +79,7 @@ def check_dense_weight(
     out_dtype: torch.dtype,
 ) -> tuple[int, int]:
     """Check what belongs to the weight of `linear` for x [M, K], and return [M, N]."""
-    if isinstance(w, PackedWeight):
-        if w.k != x.size(1):
-            raise ValueError(f"w: got shape {list(w.shape)}, expected [N, {x.size(1)}]")
-        checks.tensor("w", w.data, (x.dtype,), w.data.shape, x.device)
-    else:
-        checks.tensor("w", w, (x.dtype,), ("N", x.size(1)), x.device)
+    check_features("w", w, x.size(1), (x.dtype,), x.device)
     check_tiles(x.shape, w.shape)
     checks.int32_sizes("x", (x.size(1) * x.itemsize,), "bytes of K")
     dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
@@ -158,7 +153,7 @@ def w8a8_linear(
     checks.not_empty("x", x, "K")
     device, rows = x.device, x.size(0)
     columns = check_weight(w, x.shape, w_scale, bias, out_dtype, device, dtypes=(x.dtype,))
-    weight = w.data if isinstance(w, PackedWeight) else w
+    weight = data_of(w)
     checks.scalar_or_vector("x_scale", x_scale, torch.float32, rows, device)
     if x_zero_point is not None:
         if x.dtype is not torch.int8:
@@ -199,12 +194,7 @@ def check_weight(
     What messages call w, w_scale and bias begins with `prefix`.
     """
     k, name = x_shape[1], f"{prefix}w"
-    if isinstance(w, PackedWeight):
-        if w.k != k:
-            raise ValueError(f"{name}: got shape {list(w.shape)}, expected [N, {k}]")
-        checks.tensor(name, w.data, dtypes, w.data.shape, device)
-    else:
-        checks.tensor(name, w, dtypes, ("N", k), device)
+    check_features(name, w, k, dtypes, device)
     columns = w.shape[0]
     check_tiles(x_shape, w.shape)
     if w.dtype is torch.int8:

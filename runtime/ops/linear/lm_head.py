@@ -21,7 +21,7 @@ from .linear import (
     runs_dense_kernel,
 )
 from .norms import check_norm, normalize_and_quantize
-from .packed_weight import PackedWeight
+from .packed_weight import PackedWeight, data_of
 from .w8a8_gemm import ToSample, argmax_parts
 
 
@@ -63,7 +63,7 @@ def linear_logits(
     shape = check_dense_weight(w, x, bias, torch.float32)
     checks.active(n_active, x.device)
     _check_sampling(temperature, repetition_penalty, x)
-    data = w.data if isinstance(w, PackedWeight) else w
+    data = data_of(w)
     parts = argmax_parts(x, shape[1], data, True) if runs_dense_kernel(x) else 0
     if parts == 0:
         fp32 = torch.float32
@@ -107,7 +107,7 @@ def rms_norm_w8a8_logits(
     checks.active(n_active, x.device)
     checks.flag("batch_invariant", batch_invariant)
     _check_sampling(temperature, repetition_penalty, x)
-    data = w.data if isinstance(w, PackedWeight) else w
+    data = data_of(w)
     parts = argmax_parts(x, shape[1], data, batch_invariant) if has_kernel(GemmTiled, x) else 0
     if parts == 0:
         logits, *_ = rms_norm_w8a8_linear(

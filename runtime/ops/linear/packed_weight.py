@@ -7,6 +7,7 @@ run of 1 KB, padded with zeros to whole tiles and to an even number of them alon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +93,31 @@ def pack_weight(w: torch.Tensor) -> PackedWeight:
     if w.is_cuda:
         torch.cuda.current_stream(w.device).synchronize()
     return packed
+
+
+def data_of(w: torch.Tensor | PackedWeight) -> torch.Tensor:
+    """Return what an op takes of a weight: itself, or the data of a packed one."""
+    return w.data if isinstance(w, PackedWeight) else w
+
+
+def check_features(
+    name: str,
+    w: torch.Tensor | PackedWeight,
+    k: int,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Check that a weight is [N, k] of one of the dtypes, on the device, packed or not.
+
+    Raises:
+        TypeError, ValueError: naming it.
+    """
+    if not isinstance(w, PackedWeight):
+        checks.tensor(name, w, dtypes, ("N", k), device)
+        return
+    if w.k != k:
+        raise ValueError(f"{name}: got shape {list(w.shape)}, expected [N, {k}]")
+    checks.tensor(name, w.data, dtypes, w.data.shape, device)
 
 
 def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
