@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_cases import PagedCase, assert_same_bits, int32, packed
+from ops_cases import PagedCase, assert_same_bits, dequantized, int32, packed
 from prefill_checks import check
 
 from ostinato import ops
@@ -36,6 +36,7 @@ RULES: list[dict[str, Any]] = [
     {"window": (50, 40), "causal": False, "softcap": 15.0, "sinks": True},
 ]
 KINDS = ("scalar", "head", "token")
+HEADS: dict[str, Any] = {"dim": 128, "page_size": 16, "dtype": BF16}
 
 each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16])
 each_cache = pytest.mark.parametrize("cache", [INT8, E4M3], ids=["int8", "e4m3"])
@@ -95,10 +96,13 @@ def check_packed(args: list[Any], scales: dict[str, torch.Tensor], **options: An
     out = args[0].new_full((*args[0].shape[:2], args[2].size(2)), math.nan)
     out, lse = attend(args, scales, **options, out=out, return_lse=True)
 
-    def twin(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference.varlen_attention(*args[:5], **scales, **options, dtype=dtype)
+    q, k, v, *offsets = args[:5]
+    k, v = (dequantized(x, scales[f"{name}_scale"], q.dtype) for x, name in ((k, "k"), (v, "v")))
 
-    check(out, lse, twin, args[0].dtype)
+    def twin(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.varlen_attention(q, k, v, *offsets, **options, dtype=dtype)
+
+    check(out, lse, twin, q.dtype)
 
 
 def check_paged(case: PagedCase, **more: Any) -> None:
@@ -113,9 +117,12 @@ def check_paged(case: PagedCase, **more: Any) -> None:
     )
     assert chosen is not None
     out, lse = ops.paged_attention(*args, **options, **more, out=out, return_lse=True)
+    rest = dict(options)
+    k_cache = dequantized(k_cache, rest.pop("k_scale"), q.dtype)
+    v_cache = dequantized(v_cache, rest.pop("v_scale"), q.dtype)
 
     def twin(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference.paged_attention(*args, **options, dtype=dtype)
+        return reference.paged_attention(q, k_cache, v_cache, *args[3:], **rest, dtype=dtype)
 
     check(out, lse, twin, case.dtype)
 
@@ -256,7 +263,7 @@ def test_a_call_needs_room_for_the_tokens_that_it_sees() -> None:
         (700, 300, 900, 70),
         q_lens=(200, 1, 0, 70),
         max_seqlen_q=200,
-        dtype=BF16,
+        **HEADS,
         cache_dtype=E4M3,
     )
     check_paged(case, max_tokens_k=1070, check_bounds=True)
@@ -287,9 +294,9 @@ def test_what_has_no_room_is_written_nowhere_else(cache: torch.dtype) -> None:
 
 @each_cache
 def test_decode_steps_and_prompts_may_share_a_workspace(cache: torch.dtype) -> None:
-    steps = PagedCase((3000, 70, 900), dtype=BF16, cache_dtype=cache)
+    steps = PagedCase((3000, 70, 900), **HEADS, cache_dtype=cache)
     prompts = PagedCase(
-        (700, 300, 70), q_lens=(200, 90, 70), max_seqlen_q=200, dtype=BF16, cache_dtype=cache
+        (700, 300, 70), q_lens=(200, 90, 70), max_seqlen_q=200, **HEADS, cache_dtype=cache
     )
     calls = [case.build(CUDA) for case in (steps, prompts)]
     (q, k_cache, *_), _ = calls[0]

@@ -13,6 +13,7 @@ from ops_cases import (
     PagedCase,
     assert_close,
     assert_same_bits,
+    dequantized,
     int32,
     laid_out,
     quantized_randn,
@@ -54,16 +55,21 @@ def build(
 def check(args: tuple[Any, ...], capacities: tuple[int, int], **options: Any) -> None:
     q, k = args[:2]
     # Weights of a kernel are rounded to 16 bits.
-    by_kernel = q.is_cuda and q.dtype is not torch.float32 and k.dtype is q.dtype
+    by_kernel = q.is_cuda and q.dtype is not torch.float32
+    seen, rest = args, dict(options)
+    if by_kernel and k.dtype is not q.dtype:
+        scales = (rest.pop("k_scale"), rest.pop("v_scale"))
+        pairs = zip(args[1:3], scales, strict=True)
+        seen = (q, *(dequantized(x, scale, q.dtype) for x, scale in pairs), *args[3:])
 
     def twin(dtype: torch.dtype) -> torch.Tensor:
-        return reference.varlen_attention(*args, **options, dtype=dtype)[0]
+        return reference.varlen_attention(*seen, **rest, dtype=dtype)[0]
 
     out = ops.varlen_attention(*args, *capacities, **options)
     assert_close(out, twin, rounded_once=not by_kernel)
     again, lse = ops.varlen_attention(*args, *capacities, **options, return_lse=True)
     assert_close(again, twin, rounded_once=not by_kernel)
-    _, expected = reference.varlen_attention(*args, **options, dtype=torch.float64)
+    _, expected = reference.varlen_attention(*seen, **rest, dtype=torch.float64)
     torch.testing.assert_close(lse, expected.float(), rtol=1e-5, atol=1e-5)
 
 

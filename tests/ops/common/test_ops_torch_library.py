@@ -30,6 +30,7 @@ def attention_arguments(device: torch.device, draw: int) -> list[Any]:
         int32(lens, device),
         int32(cu_seqlens_q, device),
         3,
+        None,
         *rule,
         options["k_scale"],
         options["v_scale"],
