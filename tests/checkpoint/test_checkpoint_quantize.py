@@ -87,7 +87,8 @@ def test_the_compressed_tensors_package_reads_the_same_weights(
     quantize_checkpoint(save_plain(tmp_path / "src", hf, dtype), dst, scheme=scheme)
     ours = load_model(dst)
     theirs = AutoModelForCausalLM.from_pretrained(dst, dtype="auto", local_files_only=True)
-    theirs(torch.tensor([TOKENS]))  # the first call makes the package decompress the weights
+    with torch.no_grad():  # the package keeps tensors, maybe made in inference mode elsewhere
+        theirs(torch.tensor([TOKENS]))  # the first call makes it decompress the weights
     for module, weight in dequantized(ours, dtype).items():
         read = theirs.get_submodule(module).weight
         assert read.dtype is dtype
