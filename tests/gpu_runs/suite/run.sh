@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# All tests marked gpu, on each GPU that there is, and what became of them in one file.
+#
+#   OUT=FOLDER bash tests/gpu_runs/suite/run.sh [PART ...]
+#
+# Started in the repository's root, where `import ostinato` must work. OSTINATO_CACHE holds the
+# kernels (`make gpu-kernels` compiles all that tests launch); nvcc makes those that are missing.
+#
+# part     what                                                        processes on a GPU
+# kernels  tests/kernels, injected delays included                     14
+# ops      tests/ops                                                   14
+# rest     all others but those of the next line                       10
+# slow     tests that trace or wait: engines side by side, interrupts  4
+#
+# The parts run in this order (default: all), two at once where there are two GPUs: kernels and rest
+# on one, ops and slow on the other. With two GPUs kernels, ops and most of the rest took 270 s.
+# LIMIT is that of one test in seconds (300). What comes back in OUT: PART.txt with a line for each
+# test, so that a run that is cut off loses nothing; summary.txt.
+set -u
+OUT=${OUT:?}
+PY=${PY:-python3}
+LIMIT=${LIMIT:-300}
+export OMP_NUM_THREADS=1
+PARTS=${*:-kernels ops rest slow}
+SLOW="tests/engine/test_engine_independence.py tests/models/test_models_required_kernels.py
+  tests/graphs/backends/test_graphs_cuda_interrupts.py"
+mkdir -p "$OUT"
+
+has() { [[ " $PARTS " == *" $1 "* ]]; }
+
+pytest_of() { # PART PROCESSES ARGUMENTS...
+  local part=$1 processes=$2
+  shift 2
+  has "$part" || return 0
+  $PY -m pytest -v -rfE --tb=short -m gpu -n "$processes" --dist worksteal --timeout "$LIMIT" \
+    -p no:cacheprovider "$@" >"$OUT/$part.txt" 2>&1
+  echo "$part: $(tail -n 1 "$OUT/$part.txt")" | tee -a "$OUT/summary.txt"
+}
+
+kernels() { pytest_of kernels 14 tests/kernels; }
+ops() { pytest_of ops 14 tests/ops; }
+slow() { pytest_of slow 4 $SLOW; }
+rest() {
+  local ignored=()
+  for path in tests/kernels tests/ops tests/compat/vllm tests/parallel \
+    tests/graphs/process_group $SLOW; do
+    ignored+=(--ignore "$path")
+  done
+  pytest_of rest 10 tests "${ignored[@]}"
+}
+
+if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
+  (
+    export CUDA_VISIBLE_DEVICES=1
+    ops
+    slow
+  ) &
+  export CUDA_VISIBLE_DEVICES=0
+  kernels
+  rest
+  wait
+else
+  kernels
+  ops
+  rest
+  slow
+fi
