@@ -191,8 +191,8 @@ class Prefill:
             missing -= more
         before = (torch.rand(count, generator=generator) * (longest - rows + 1)).int()
         if self._max_tokens_k is not None:
-            # The first of these, as far as all rows may see.
-            room = self._max_tokens_k - int(rows.sum())
+            # The first of these, as far as there is room; rows behind the last token do not count.
+            room = self._max_tokens_k - min(int(rows.sum()), self._max_tokens)
             before = before.where(before.cumsum(0) <= room, 0)
         self._prefill_batch.write(
             [0, *rows.cumsum(0).tolist()],

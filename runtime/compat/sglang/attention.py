@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from ... import ops
-from ...ops.common.sizes import ceil_div
+from ...ops.common.sizes import ceil_div, power_of_two
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class OstinatoBackend(AttentionBackend):  # type: ignore[misc]
         queries = forward_batch.extend_seq_lens
         starts = torch.nn.functional.pad(queries.cumsum(0, dtype=torch.int32), (1, 0))
         new = [int(length) for length in forward_batch.extend_seq_lens_cpu]
-        tokens = sum(new) + sum(map(int, forward_batch.extend_prefix_lens_cpu))
+        # A power of two, so that what is kept for them grows a few times, not in every step.
+        tokens = power_of_two(sum(new) + sum(map(int, forward_batch.extend_prefix_lens_cpu)))
         self.forward_metadata = Batch(seq_lens, table, starts, max([*new, 1]), tokens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

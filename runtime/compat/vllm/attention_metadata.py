@@ -21,6 +21,7 @@ from ... import ops
 from ...ops.attention import decode_cuda
 from ...ops.attention.append_kv_cuda import append_kernel
 from ...ops.attention.dequantize_kv import prompt_kernels
+from ...ops.common.sizes import power_of_two
 from ...ops.linear.precompile import Variant, precompile
 from .kv_views import CACHE_DTYPES
 
@@ -126,13 +127,16 @@ class OstinatoMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def _tokens_of(self, common: Any, decodes: int, prompts: int) -> int | None:
-        """Return how many tokens the prompts have together, of an 8-bit cache; else None."""
+        """Return how many tokens prompts over an 8-bit cache have at most; of others None.
+
+        A power of two, so that what is kept for them grows a few times, not in every step.
+        """
         if self._cache_dtype == self._dtype:
             return None
         lens = common.seq_lens_cpu_upper_bound
         if lens is None:
-            return prompts * int(common.max_seq_len)
-        return int(lens[decodes : decodes + prompts].sum())
+            return power_of_two(prompts * int(common.max_seq_len))
+        return power_of_two(int(lens[decodes : decodes + prompts].sum()))
 
     def _kernels(self) -> list[Variant]:
         """Return what a step may launch, since nothing is compiled while a graph is captured."""

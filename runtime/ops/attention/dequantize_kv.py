@@ -30,6 +30,7 @@ from ..common.device import (
     on_device,
     slots_of,
 )
+from ..common.sizes import round_up
 from ..common.workspace import Workspaces, given
 from . import prefill_cuda
 from .prefill_variants import AttentionPrefill
@@ -146,7 +147,7 @@ def prompt_kernels(
 def dequantized_bytes(tokens: int, heads: int, dim: int, value_dim: int) -> int:
     """Return the bytes that keys and values of so many tokens become, with all that is beside."""
     sizes = (2 * tokens * heads * width for width in (dim, value_dim))
-    return _OFFSETS_BYTES + sum(map(_rounded, sizes)) + _ALIGNMENT
+    return _OFFSETS_BYTES + sum(round_up(size, _ALIGNMENT) for size in sizes) + _ALIGNMENT
 
 
 def attend_paged(
@@ -284,14 +285,10 @@ def _place(
     views: list[torch.Tensor] = []
     for width in (dim, value_dim):
         size = 2 * tokens * heads * width
-        first = at + _OFFSETS_BYTES + sum(_rounded(2 * x.numel()) for x in views)
+        first = at + _OFFSETS_BYTES + sum(round_up(2 * x.numel(), _ALIGNMENT) for x in views)
         views.append(workspace[first : first + size].view(dtype).view(tokens, heads, width))
     offsets = workspace[at : at + _OFFSETS_BYTES].view(torch.int32)
     return _Place(workspace, offsets, *views)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _dequantize(kv: QuantizedKV, place: _Place, **lie: Any) -> None:

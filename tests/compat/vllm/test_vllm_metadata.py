@@ -70,9 +70,9 @@ def test_prompts_over_8_bits_say_how_many_tokens_they_have() -> None:
     assert [p.max_tokens_k for p in builder_of().build(0, common).parts] == [None, None]
     builder = OstinatoMetadataBuilder(spec_of("fp8"), [], config_of(CPU), CPU)
     common.seq_lens_cpu_upper_bound = torch.tensor([4, 9, 4, 3], dtype=torch.int32)
-    assert [p.max_tokens_k for p in builder.build(0, common).parts] == [None, 7]
+    assert [p.max_tokens_k for p in builder.build(0, common).parts] == [None, 8]
     common.seq_lens_cpu_upper_bound = None
-    assert [p.max_tokens_k for p in builder.build(0, common).parts] == [None, 18]
+    assert [p.max_tokens_k for p in builder.build(0, common).parts] == [None, 32]
 
 
 def test_verified_drafts_are_decodes_of_several_rows() -> None:
