@@ -191,8 +191,10 @@ class Prefill:
             missing -= more
         before = (torch.rand(count, generator=generator) * (longest - rows + 1)).int()
         if self._max_tokens_k is not None:
-            # The first of these, as far as there is room; rows behind the last token do not count.
-            room = self._max_tokens_k - min(int(rows.sum()), self._max_tokens)
+            # The first of these, as far as there is room beside the rows; those of sequences that
+            # begin behind the last token do not count.
+            counted = rows[rows.cumsum(0) - rows < self._max_tokens]
+            room = self._max_tokens_k - int(counted.sum())
             before = before.where(before.cumsum(0) <= room, 0)
         self._prefill_batch.write(
             [0, *rows.cumsum(0).tolist()],
