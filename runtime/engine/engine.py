@@ -167,10 +167,9 @@ class Engine:
         )
         self._prefill = Prefill(
             *(model, self.cache),
-            max_pages=sizes.max_pages,
-            max_tokens=sizes.max_tokens,
-            max_chunks=sizes.max_chunks,
-            max_tokens_k=sizes.max_tokens_k,
+            sizes=sizes,
+            # The op's capacity, by which torch's operators take their time.
+            max_chunk=sizes.max_tokens if self._scheduler.joins_chunks else chunk,
             capture_examples=self._capture_examples,
             group=self._calls.group,
         )

@@ -19,6 +19,7 @@ from ostinato.graphs.declared_memory import DeclaredMemory
 from .. import ops
 from ..models import AttentionInputs, Decoder, PagedKVCache
 from .capture_examples import CaptureExamples, integers
+from .engine_sizes import EngineSizes
 from .logprobs import MOST_LOGPROBS, HostLogprobs
 from .prefill_batch import PrefillBatch
 from .scheduler import PrefillChunk
@@ -53,7 +54,7 @@ class PrefillStep:
     Args:
         model, cache: what the step runs on.
         prefill_batch: whose tokens they are.
-        max_tokens: of a call.
+        max_chunk: tokens of the largest chunk.
         max_tokens_k: of the sequences that a call computes, as of `ops.paged_attention`.
         capture_examples: where the examples of a verification read and write.
     """
@@ -63,14 +64,14 @@ class PrefillStep:
         model: Decoder,
         cache: PagedKVCache,
         prefill_batch: PrefillBatch,
-        max_tokens: int,
+        max_chunk: int,
         max_tokens_k: int | None,
         capture_examples: CaptureExamples,
     ) -> None:
         self._model = model
         self._cache = cache
         self._prefill_batch = prefill_batch
-        self._max_tokens = max_tokens
+        self._max_chunk = max_chunk
         self._max_tokens_k = max_tokens_k
         self._capture_examples = capture_examples
 
@@ -102,7 +103,7 @@ class PrefillStep:
             # Whatever was written there last, no sequence has rows that are padding.
             cu_seqlens_q=torch.minimum(views.cu_seqlens, batch.n_active),
             # The capacity, not this call's maximum: shapes must not depend on the neighbours.
-            max_seqlen_q=self._max_tokens,
+            max_seqlen_q=self._max_chunk,
             max_tokens_k=self._max_tokens_k,
         )
         x, residual = self._model.hidden(
@@ -119,10 +120,8 @@ class Prefill:
 
     Args:
         model, cache: what it runs on.
-        max_pages: columns of the page table: the pages of the longest context.
-        max_tokens: of all chunks of a call.
-        max_chunks: of a call.
-        max_tokens_k: of the sequences that a call computes, as of `ops.paged_attention`.
+        sizes: of the engine.
+        max_chunk: tokens of the largest chunk.
         capture_examples: as of `PrefillStep`.
         group: of `GraphRunner`.
     """
@@ -132,24 +131,24 @@ class Prefill:
         model: Decoder,
         cache: PagedKVCache,
         *,
-        max_pages: int,
-        max_tokens: int,
-        max_chunks: int,
-        max_tokens_k: int | None,
+        sizes: EngineSizes,
+        max_chunk: int,
         capture_examples: CaptureExamples,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
-        self._max_pages = max_pages
-        self._max_tokens = max_tokens
-        self._max_tokens_k = max_tokens_k
+        self._max_pages = max_pages = sizes.max_pages
+        self._max_tokens = max_tokens = sizes.max_tokens
+        self._max_tokens_k = sizes.max_tokens_k
+        self._max_chunk = max_chunk
         self._capture_examples = capture_examples
         # To attention each chunk is a sequence, which ends where the chunk does: so it does not
         # matter to the bits of a prompt whether its chunks are computed together.
-        self._prefill_batch = PrefillBatch(min(max_chunks, max_tokens), max_pages, model.device)
+        most = min(sizes.max_chunks, max_tokens)
+        self._prefill_batch = PrefillBatch(most, max_pages, model.device)
         self._step = PrefillStep(
-            model, cache, self._prefill_batch, max_tokens, max_tokens_k, capture_examples
+            model, cache, self._prefill_batch, max_chunk, sizes.max_tokens_k, capture_examples
         )
         self._runner: GraphRunner[dict[str, torch.Tensor]] | None = None
         if model.device.type != "cpu":
@@ -181,7 +180,7 @@ class Prefill:
         count = self._prefill_batch.most
         capacity = self._max_pages * self._cache.page_size
         longest = min(capacity, _LONGEST_EXAMPLE)
-        largest = min(self._max_tokens, longest)
+        largest = min(self._max_chunk, longest)
         rows = (largest ** torch.rand(count, generator=generator)).int()
         # Each token belongs to one of them.
         missing = max(0, self._max_tokens - int(rows.sum()))

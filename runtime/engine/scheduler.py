@@ -75,6 +75,9 @@ class Scheduler:
             computed as one, and those of a prompt that follow one another are.
         max_tokens_k: what the chunks of a step may see together, each all before its end; None is
             any number. At least that of the longest prompt.
+
+    Attributes:
+        joins_chunks: whether chunks of a prompt that follow one another are computed as one.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Scheduler:
         self.cache = cache
         self.prefill_chunk = prefill_chunk
         self._sharing_unit = prefill_chunk if sharing_unit is None else sharing_unit
-        self._joins_chunks = self._sharing_unit < prefill_chunk
+        self.joins_chunks = self._sharing_unit < prefill_chunk
         self._max_tokens_k = math.inf if max_tokens_k is None else max_tokens_k
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -134,7 +137,7 @@ class Scheduler:
             request, start = waiting.popleft()
             whole = start - start % self.prefill_chunk + self.prefill_chunk
             stop = min(whole, len(request.prompt))
-            place = places.get(request.id) if self._joins_chunks else None
+            place = places.get(request.id) if self.joins_chunks else None
             max_tokens -= stop - start
             seen += stop if place is None else stop - start
             if chunks and (max_tokens < 0 or seen > self._max_tokens_k):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.engine import Engine, SamplingParams
+from ostinato.engine import engine as engine_module
 from ostinato.engine.capture_examples import CaptureExamples
 from ostinato.engine.prefill_batch import PrefillBatch
 from ostinato.engine.prefill_step import PREFILL, PrefillStep, prefill_sizes
@@ -149,11 +150,22 @@ def test_each_token_of_an_example_belongs_to_a_text(options: dict[str, Any]) -> 
     rows = views.cu_seqlens.diff()
     capacity = views.page_table.size(1) * PAGE_SIZE
     assert rows.min() >= 1
-    assert rows.max() <= min(prefill._max_tokens, capacity)
+    assert rows.max() <= min(prefill._max_chunk, capacity)
     assert views.cu_seqlens[-1] >= prefill._max_tokens
     assert (views.seq_lens >= rows).all()
     assert views.seq_lens.max() <= capacity
     assert views.page_table.min() >= 1
+
+
+@pytest.mark.parametrize(("unit", "joined"), [(4, True), (16, False)])
+def test_a_step_has_room_for_chunks_that_are_computed_as_one(
+    unit: int, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no more: torch's operators take their time by the capacity."""
+    monkeypatch.setattr(engine_module, "sharing_unit", lambda *_: unit)
+    prefill = _engine()._prefill
+    assert prefill._max_chunk == (prefill._max_tokens if joined else 16)
+    assert prefill._max_tokens > 16
 
 
 def test_examples_have_no_more_tokens_than_there_is_room_for() -> None:
