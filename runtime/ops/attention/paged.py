@@ -81,6 +81,8 @@ def paged_attention(
             without a value.
         k_scale: fp32 factor of an int8 or e4m3 k_cache, and only then: a scalar, [heads_kv] or
             [pages, page_size, heads_kv] with any strides.
+            On CUDA more queries than decode steps have attend to products that are rounded to q's
+            dtype, as a cache of that dtype would hold them.
         v_scale: likewise of v_cache; at least 0 if it or k_scale is [pages, page_size, heads_kv].
         out: [tokens, heads_q, value_dim] of q's dtype, written and returned; allocated when None.
         return_lse: return the LSE too.
