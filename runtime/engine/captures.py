@@ -13,6 +13,7 @@ from ostinato.graphs.capture_plan import BatchSizes, CapturePlan
 from ostinato.graphs.graph_key import DEFAULT
 
 from ..models import PagedKVCache
+from ..ops.common.workspace import drop_unused_workspaces
 from ..ops.implementations import implementations_on
 from .capture_examples import CaptureExamples
 from .logits_processing import PROCESSED, LogitsProcessing
@@ -78,9 +79,17 @@ class Captures:
         return replace(report, notes=notes)
 
     def sleep(self) -> None:
-        """Release the graphs."""
+        """Release the graphs, and what their kernels have worked on."""
         self._runner.sleep()
         self._prefill.sleep()
+        drop_unused_workspaces()
+
+    def close(self, *, in_fork: bool) -> None:
+        """Release them for good; in a fork of the process they are the parent's."""
+        self._runner.close()
+        self._prefill.close()
+        if not in_fork:
+            drop_unused_workspaces()
 
     def _variants(self, batch_sizes: Sequence[int] | None) -> BatchSizes:
         if self._processing is None:

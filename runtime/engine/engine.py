@@ -401,8 +401,7 @@ class Engine:
             self._launches.clear()
             if self.grammars is not None:
                 self.grammars.close()
-        self.runner.close()
-        self._prefill.close()
+        self._captures.close(in_fork=self._process.is_fork)
 
     @uninterrupted
     def _finish_streamed(self, request_id: int) -> Completion:

@@ -12,6 +12,7 @@ share one only if they never run at once:
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -40,6 +41,9 @@ class _Captured:
     holds: list[_C.GraphHold] = field(default_factory=list)
 
 
+_every: weakref.WeakSet[Workspaces] = weakref.WeakSet()
+
+
 class Workspaces:
     """The workspaces of one kind of kernel.
 
@@ -60,6 +64,7 @@ class Workspaces:
         self._captured: list[_Captured] = []
         # Of the last capture of each device and stream: its id, and what its launches share.
         self._latest: dict[tuple[int, int], tuple[int, _Captured]] = {}
+        _every.add(self)
 
     def get(self, device: int, stream: int, needed: int) -> torch.Tensor:
         """Return [bytes] uint8, at least `needed`, for a launch on torch's current stream.
@@ -85,7 +90,7 @@ class Workspaces:
         return latest[1].memory
 
     def _grow(self, place: tuple[int, int], needed: int) -> torch.Tensor:
-        self._drop_unused()
+        self.drop_unused()
         device = place[0]
         made = self._make(device, needed)
         if place in self._eager:
@@ -96,7 +101,7 @@ class Workspaces:
 
     def _join(self, place: tuple[int, int], capture: int, needed: int) -> _Captured:
         """Return what launches of a capture share, which its graph holds from now on."""
-        self._drop_unused()
+        self.drop_unused()
         device, stream = place
         owner = (device, stream, _pool_of_capture(device) or capture)
         hold = _C.GraphHold(stream)
@@ -110,7 +115,7 @@ class Workspaces:
         self._captured.append(made)
         return made
 
-    def _drop_unused(self) -> None:
+    def drop_unused(self) -> None:
         """Give back the workspaces of graphs that are gone."""
         for captured in self._captured:
             captured.holds = [hold for hold in captured.holds if hold.is_alive]
@@ -123,6 +128,16 @@ class Workspaces:
         # only warms a step up, and a capture may forbid it to allocate or to wait.
         with ThreadPoolExecutor(1, "ostinato-workspace") as thread:
             return thread.submit(_zeros, device, size).result()
+
+
+def drop_unused_workspaces() -> None:
+    """Give back the workspaces of graphs that are gone, of all kinds of kernels.
+
+    Each kind does so when one of its launches needs another workspace. Torch's caching allocator
+    keeps the memory.
+    """
+    for workspaces in tuple(_every):
+        workspaces.drop_unused()
 
 
 def given(workspace: torch.Tensor, needed: int) -> torch.Tensor:

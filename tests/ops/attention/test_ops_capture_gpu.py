@@ -124,11 +124,11 @@ def test_a_workspace_goes_with_its_last_graph() -> None:
     assert len(spaces._captured) == 2
     graphs.pop().reset()
     torch.cuda.synchronize()
-    spaces._drop_unused()
+    spaces.drop_unused()
     assert len(spaces._captured) == 1
     graphs.pop().reset()
     torch.cuda.synchronize()
-    spaces._drop_unused()
+    spaces.drop_unused()
     assert not spaces._captured
 
 
@@ -162,7 +162,7 @@ def test_a_capture_that_fails_holds_nothing(make: Callable[[], Step]) -> None:
         runner.close()
     torch.cuda.synchronize()
     for spaces in (decode_cuda._workspaces, prefill_cuda._workspaces):
-        spaces._drop_unused()
+        spaces.drop_unused()
         assert not spaces._captured
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ostinato.graphs.inspect.audit import KEPT_BY_LIBRARY
 from ostinato.ops.common import workspace
-from ostinato.ops.common.workspace import Workspaces
+from ostinato.ops.common.workspace import Workspaces, drop_unused_workspaces
 
 
 class Hold:
@@ -73,6 +73,20 @@ def replace_driver(patch: pytest.MonkeyPatch) -> None:
         lambda device: driver.pools[driver.captures[driver.current]],
     )
     patch.setattr(torch.cuda, "current_stream", lambda device: driver)
+
+
+def test_those_of_graphs_that_are_gone_are_given_back_of_all_kinds() -> None:
+    kinds = [Workspaces(), Workspaces()]
+    driver.begin(7, 1, (0, 5))
+    kept = [weakref.ref(spaces.get(0, 7, 100)) for spaces in kinds]
+    driver.end(7)
+    drop_unused_workspaces()
+    gc.collect()
+    assert all(memory() is not None for memory in kept)
+    driver.gone.add(1)
+    drop_unused_workspaces()
+    gc.collect()
+    assert all(memory() is None for memory in kept)
 
 
 def test_launches_of_a_stream_share_one() -> None:
