@@ -31,7 +31,6 @@ from .ranks.follower import follow
 from .request import Request
 from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
 from .scheduler import Scheduler
-from .sharing import sharing_unit
 from .stats import EngineStats
 from .stream import TokenStream
 from .structured.grammar import GrammarCompiler
@@ -63,8 +62,9 @@ class Engine:
         num_pages: pages of the KV cache, the dummy page included. By default enough for
             `max_batch` sequences of `max_context`, but at most 80% of the free GPU memory or
             4 GiB of host memory.
-        prefill_chunk: prompt tokens computed at once, a multiple of `page_size`; 512 by default.
-            Prefixes are shared between prompts in parts of it (`sharing_unit`).
+        prefill_chunk: prompt tokens computed at once, a multiple of `page_size`; by default 512, or
+            576 to 768 where attention cuts prompts at multiples of 192 or 384 (`cut_unit`), in
+            parts of which prompts share prefixes then.
         max_prefill_tokens: prompt tokens of a step; a quarter of them while as many texts grow.
         l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
         kv_cache_dtype: of the KV cache. "auto" is the 8 bits that the checkpoint is made for, if it
@@ -162,7 +162,7 @@ class Engine:
             self.cache,
             max_batch=max_batch,
             prefill_chunk=chunk,
-            sharing_unit=sharing_unit(model, self.cache, chunk),
+            sharing_unit=sizes.sharing_unit,
             max_tokens_k=sizes.max_tokens_k,
         )
         self._prefill = Prefill(

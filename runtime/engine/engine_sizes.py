@@ -11,6 +11,7 @@ from .cache_size import check_room, checked_pages
 from .logits_processing import LogitsProcessing
 from .ranks.calls import Calls
 from .scheduler import checked_chunk, checked_context
+from .sharing import cut_unit, sharing_unit
 
 _SEEN_TOKENS = 65536  # 256 MiB with 8 KV heads of 128
 
@@ -25,6 +26,7 @@ class EngineSizes:
         max_tokens: of prompts, in one step.
         max_tokens_k: that these prompts have together, as of `ops.paged_attention`; None: as many
             as they have.
+        sharing_unit: as of `Scheduler`.
     """
 
     max_batch: int
@@ -37,6 +39,7 @@ class EngineSizes:
     max_pages: int
     max_tokens: int
     max_tokens_k: int | None
+    sharing_unit: int
 
     @property
     def max_chunks(self) -> int:
@@ -71,7 +74,8 @@ class EngineSizes:
         page_size = at_least_one("page_size", page_size)
         max_prefill_tokens = at_least_one("max_prefill_tokens", max_prefill_tokens)
         max_context = checked_context(max_context, model.max_context)
-        prefill_chunk = checked_chunk(prefill_chunk, page_size)
+        unit = cut_unit(model, cache_format, page_size)
+        prefill_chunk = checked_chunk(prefill_chunk, page_size, unit)
         max_pages = -(-max_context // page_size)
         max_tokens_k = dequantized_tokens(cache_format, max_batch, max_context, model)
         num_pages = checked_pages(
@@ -103,6 +107,7 @@ class EngineSizes:
             max_pages=max_pages,
             max_tokens=min(max_tokens, max_batch * longest),
             max_tokens_k=max_tokens_k,
+            sharing_unit=sharing_unit(unit, prefill_chunk),
         )
 
 

@@ -15,14 +15,20 @@ from .request import Request
 _DEFAULT_CHUNK = 512
 
 
-def checked_chunk(given: int | None, page_size: int) -> int:
+def checked_chunk(given: int | None, page_size: int, unit: int | None = None) -> int:
     """Return the tokens of a prompt that are computed at once, by default 512 or a few more.
+
+    Args:
+        given: the argument.
+        page_size: of a page.
+        unit: that of `cut_unit`. The default is a multiple of it, unless it is larger.
 
     Raises:
         TypeError, ValueError: naming `prefill_chunk`, for what is no multiple of a page.
     """
     if given is None:
-        return -(-_DEFAULT_CHUNK // page_size) * page_size
+        cuts = page_size if unit is None or unit > _DEFAULT_CHUNK else unit
+        return -(-_DEFAULT_CHUNK // cuts) * cuts
     chunk = as_integer("prefill_chunk", given)
     if chunk < 1 or chunk % page_size:
         raise ValueError(

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.engine import Engine, SamplingParams
-from ostinato.engine import engine as engine_module
+from ostinato.engine import Engine, SamplingParams, engine_sizes
 from ostinato.engine.capture_examples import CaptureExamples
 from ostinato.engine.prefill_batch import PrefillBatch
 from ostinato.engine.prefill_step import PREFILL, PrefillStep, prefill_sizes
@@ -162,7 +161,7 @@ def test_a_step_has_room_for_chunks_that_are_computed_as_one(
     unit: int, joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no more: torch's operators take their time by the capacity."""
-    monkeypatch.setattr(engine_module, "sharing_unit", lambda *_: unit)
+    monkeypatch.setattr(engine_sizes, "sharing_unit", lambda *_: unit)
     prefill = _engine()._prefill
     assert prefill._max_chunk == (prefill._max_tokens if joined else 16)
     assert prefill._max_tokens > 16
