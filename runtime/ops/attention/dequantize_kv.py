@@ -104,15 +104,13 @@ def variant(
 ) -> AttentionPrefill | None:
     """Return the kernel that attends to what the keys and values become, None where none does.
 
-    The arguments are those of `paged_attention` and `varlen_attention`, checked.
-
     Args:
-        q: theirs, as the next ones.
-        k: that of `paged_attention` is `k_cache`.
-        v: likewise.
-        out: theirs.
+        q: queries of `paged_attention` or `varlen_attention`, checked like all others.
+        k: keys, in pages or packed.
+        v: their values.
+        out: the op's output.
         batch: how many sequences there are.
-        max_seqlen_q: theirs.
+        max_seqlen_q: the most queries that one of them has.
         tokens: that are dequantised, at most.
         batch_invariant: as of `paged_attention`.
     """

@@ -121,7 +121,7 @@ def paged_attention(
         q, value_dim, scale, causal, window, softcap, sinks, out, workspace
     )
     if max_tokens_k is not None:
-        checks.integer("max_tokens_k", max_tokens_k, least=0)
+        checks.integer("max_tokens_k", max_tokens_k, least=1)
     checks.flag("batch_invariant", batch_invariant)
     checks.flag("check_bounds", check_bounds)
     if l2_partition is not None and not isinstance(l2_partition, L2Partition):

@@ -61,7 +61,7 @@ PAGED = [
     ({"max_seqlen_q": 0}, ValueError, "max_seqlen_q: got 0, expected at least 1"),
     ({"max_seqlen_q": 1.0}, TypeError, "max_seqlen_q: got float, expected an int"),
     ({"max_seqlen_q": True}, TypeError, "max_seqlen_q: got bool"),
-    ({"max_tokens_k": -1}, ValueError, "max_tokens_k: got -1, expected at least 0"),
+    ({"max_tokens_k": 0}, ValueError, "max_tokens_k: got 0, expected at least 1"),
     ({"max_tokens_k": 2.0}, TypeError, "max_tokens_k: got float, expected an int"),
     (
         {"max_tokens_k": 13, "check_bounds": True},
