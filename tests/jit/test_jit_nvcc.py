@@ -98,7 +98,7 @@ def test_kernels_are_within_their_budgets() -> None:
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         Quantize(kind="rms_norm", in_dtype="fp32", out_dtype="fp32"),
         Sample(dtype="fp32"),
-        *[kernel for kernel in CATALOGUE if isinstance(kernel, (FusedLinear, GemmSmallM))][::2],
+        *[kernel for kernel in CATALOGUE if isinstance(kernel, (FusedLinear, GemmSmallM))][::4],
         GemmTiled(dtype="int8", out_dtype="bf16", channels=256, tokens=128),
         GemmTiled(dtype="int8", out_dtype="fp32", channels=128, tokens=128, pingpong=True),
         GemmTiled(dtype="e4m3", out_dtype="bf16", channels=128, tokens=128),

@@ -21,6 +21,6 @@ def test_every_schedule_gives_the_right_plan(dtype: str, tmp_path: Path) -> None
     program = tmp_path / "route"
     defines = {**MoeRoute(dtype=dtype).defines(), "OSTINATO_ABI": "0"}
     compile_cases(sources, "moe_route_cases.cpp", program, defines)
-    command = [program, "0", str(effort(10, 120))]
+    command = [program, "0", str(effort(10, 80))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]

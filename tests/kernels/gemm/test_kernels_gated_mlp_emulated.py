@@ -17,7 +17,7 @@ from ostinato.ops.linear.fused_cuda import ActivatedLinear, FusedLinear
 
 pytestmark = pytest.mark.nvcc
 
-_CASES = effort(60, 400)
+_CASES = effort(60, 250)
 
 
 def _first(
