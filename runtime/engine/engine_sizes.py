@@ -77,7 +77,7 @@ class EngineSizes:
         unit = cut_unit(model, cache_format, page_size)
         prefill_chunk = checked_chunk(prefill_chunk, page_size, unit)
         max_pages = -(-max_context // page_size)
-        max_tokens_k = dequantized_tokens(cache_format, max_batch, max_context, model)
+        max_tokens_k = _dequantized_tokens(cache_format, max_batch, max_context, model)
         num_pages = checked_pages(
             *(model.config, cache_format, page_size, model.device),
             *(num_pages, max_batch * max_pages, memory_fraction),
@@ -111,7 +111,7 @@ class EngineSizes:
         )
 
 
-def dequantized_tokens(
+def _dequantized_tokens(
     cache_format: KVFormat, max_batch: int, max_context: int, model: Decoder
 ) -> int | None:
     """Return how many tokens of an 8-bit cache the prompts of a step may see; None: any number.

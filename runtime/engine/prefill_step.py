@@ -138,21 +138,21 @@ class Prefill:
     ) -> None:
         self._model = model
         self._cache = cache
-        self._max_pages = max_pages = sizes.max_pages
-        self._max_tokens = max_tokens = sizes.max_tokens
+        self._max_pages = sizes.max_pages
+        self._max_tokens = sizes.max_tokens
         self._max_tokens_k = sizes.max_tokens_k
         self._max_chunk = max_chunk
         self._capture_examples = capture_examples
         # To attention each chunk is a sequence, which ends where the chunk does: so it does not
         # matter to the bits of a prompt whether its chunks are computed together.
-        most = min(sizes.max_chunks, max_tokens)
-        self._prefill_batch = PrefillBatch(most, max_pages, model.device)
+        most = min(sizes.max_chunks, sizes.max_tokens)
+        self._prefill_batch = PrefillBatch(most, sizes.max_pages, model.device)
         self._step = PrefillStep(
             model, cache, self._prefill_batch, max_chunk, sizes.max_tokens_k, capture_examples
         )
         self._runner: GraphRunner[dict[str, torch.Tensor]] | None = None
         if model.device.type != "cpu":
-            buffers = StaticBuffers(self._step.buffer_specs(), max_tokens, model.device)
+            buffers = StaticBuffers(self._step.buffer_specs(), sizes.max_tokens, model.device)
             self._runner = GraphRunner(self._step, buffers, memory=self._step.memory(), group=group)
 
     def capture(self, *, progress: bool, verify: bool, wakes: bool = False) -> CaptureReport | None:

@@ -60,6 +60,7 @@ __all__ = [
     "all_reduce_norm_quantize_per_group",
     "append_kv",
     "attention",
+    "dequantized",
     "dynamic_scale",
     "embed",
     "fp8_block_linear",
@@ -165,8 +166,8 @@ def paged_attention(
     """Gather each sequence's pages and attend to them."""
     page_size = k_cache.size(1)
     capacity = page_table.size(1) * page_size
-    keys = _dequantized(k_cache, k_scale, dtype)
-    values = _dequantized(v_cache, v_scale, dtype)
+    keys = dequantized(k_cache, k_scale, dtype)
+    values = dequantized(v_cache, v_scale, dtype)
     out = torch.zeros(*q.shape[:2], v_cache.size(3), dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, dtype=dtype, device=q.device)
     for b, length in enumerate(seq_lens.tolist()):
@@ -213,7 +214,7 @@ def varlen_attention(
     if q_scale is not None:
         heads = q_scale.to(dtype).expand(k.size(1)).repeat_interleave(q.size(1) // k.size(1))
         q = q.to(dtype) * heads.unsqueeze(1)
-    keys, values = _dequantized(k, k_scale, dtype), _dequantized(v, v_scale, dtype)
+    keys, values = dequantized(k, k_scale, dtype), dequantized(v, v_scale, dtype)
     out = torch.zeros(*q.shape[:2], v.size(2), dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, dtype=dtype, device=q.device)
     for b in range(cu_seqlens_q.numel() - 1):
@@ -413,7 +414,8 @@ def fp8_block_linear(
     return y if bias is None else y + bias.to(dtype)
 
 
-def _dequantized(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Multiply 8-bit keys or values [..., heads, dim] by their scale; others have none."""
     if scale is None:
         return x.to(dtype)
     per_token = scale.ndim == x.ndim - 1

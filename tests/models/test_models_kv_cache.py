@@ -14,8 +14,9 @@ from ostinato.cli import model_flags
 from ostinato.models import KVFormat, PagedKVCache, kv_format, sequence_logits
 from ostinato.models.families.llama import Llama
 from ostinato.models.kv_format import AUTO, KV_DTYPES, SCALE_KINDS
+from ostinato.ops import reference
 from ostinato.ops.attention import dequantize_kv, prefill_cuda
-from ostinato.ops.common.e4m3 import as_bytes, to_float32
+from ostinato.ops.common.e4m3 import as_bytes
 from tiny import KV_CACHES, tiny_llama
 
 EIGHT_BITS = [cache for cache in KV_CACHES if cache != "model"]
@@ -34,17 +35,16 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     attend = ops.paged_attention
 
-    def dequantized(cache: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        factor = scale.unsqueeze(-1) if scale.ndim else scale
-        return (to_float32(cache) * factor).to(like.dtype)
-
     def both(
         q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **options: Any
     ) -> Any:
         out = attend(q, k_cache, v_cache, *args, **options)
         assert isinstance(out, torch.Tensor)
-        k = dequantized(k_cache, options.pop("k_scale"), q)
-        v = dequantized(v_cache, options.pop("v_scale"), q)
+        scales = options.pop("k_scale"), options.pop("v_scale")
+        k, v = (
+            reference.dequantized(cache, scale, torch.float32).to(q.dtype)
+            for cache, scale in zip((k_cache, v_cache), scales, strict=True)
+        )
         options["out"] = None
         exact = attend(q, k, v, *args, **options)
         assert isinstance(exact, torch.Tensor)

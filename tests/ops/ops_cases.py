@@ -57,9 +57,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def dequantized(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return 8-bit keys or values [..., heads, dim] in 16 bits, as prompts attend to them."""
-    per_token = scale.ndim == x.ndim - 1
-    factor = scale if scale.numel() == 1 and not per_token else scale.unsqueeze(-1)
-    return (x.float() * factor).to(dtype)
+    return reference.dequantized(x, scale, torch.float32).to(dtype)
 
 
 def int32(values: list[int] | tuple[int, ...], device: torch.device) -> torch.Tensor:

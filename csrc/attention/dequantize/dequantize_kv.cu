@@ -14,8 +14,10 @@
 #include <cstdint>
 
 #include "attention/common/dequant.cuh"
+#include "common/alignment.h"
 #include "common/check.h"
 #include "common/launch.cuh"
+#include "common/sizes.cuh"
 #include "common/vector.cuh"
 #include "params.h"
 
@@ -230,9 +232,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   }
 }
 
-bool is_aligned(const Slots& codes) {
-  const int64_t strides = codes.page_stride | codes.stride | codes.head_stride;
-  return reinterpret_cast<uintptr_t>(codes.data) % kVector == 0 && strides % kVector == 0;
+bool in_vectors(const Slots& codes) {
+  return aligned(codes.data, codes.page_stride | codes.stride | codes.head_stride);
 }
 
 bool is_valid(const DequantizeKvParams& p) {
@@ -242,7 +243,7 @@ bool is_valid(const DequantizeKvParams& p) {
                      (p.seq_lens != nullptr && p.cu_seqlens_k != nullptr && p.batch > 0 &&
                       p.batch <= kMaxBatch && p.page_size > 0 && p.max_pages > 0);
   return sized && paged && p.k_scale.data != nullptr && p.v_scale.data != nullptr &&
-         p.k_out != nullptr && p.v_out != nullptr && is_aligned(p.k) && is_aligned(p.v);
+         p.k_out != nullptr && p.v_out != nullptr && in_vectors(p.k) && in_vectors(p.v);
 }
 
 }  // namespace
@@ -266,7 +267,7 @@ OSTINATO_LAUNCH(ostinato::DequantizeKvParams) {
   LaunchConfig config;
   config.block = dim3(kThreads);
   // One at least, which says where sequences begin.
-  const int tiles = std::max(1, (p.tokens + kTokens - 1) / kTokens);
+  const int tiles = std::max(1, ceil_div(p.tokens, kTokens));
   config.grid = dim3(static_cast<unsigned>(std::min(tiles, sms * kCtasPerSm)));
   config.dynamic_smem = sizeof(Shared);
   config.pdl = p.pdl != 0;

@@ -30,8 +30,8 @@ struct DequantizeKvParams {
   OSTINATO_OPTIONAL(const int32_t*, seq_lens);  // [batch], clamped to 0 .. max_pages * page_size
   // [batch + 1]; null: max_seqlen_q queries of each sequence
   OSTINATO_OPTIONAL(const int32_t*, cu_seqlens_q);
-  OSTINATO_OPTIONAL(int32_t*,
-                    cu_seqlens_k);  // [batch + 1], written: where sequences begin in k_out
+  // [batch + 1], written: where sequences begin in k_out
+  OSTINATO_OPTIONAL(int32_t*, cu_seqlens_k);
   OSTINATO_OPTIONAL(int32_t, batch);
   OSTINATO_OPTIONAL(int32_t, page_size);
   OSTINATO_OPTIONAL(int32_t, max_pages);

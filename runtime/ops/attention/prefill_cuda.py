@@ -421,14 +421,11 @@ def _has_copied_heads(keys: torch.Tensor, values: torch.Tensor) -> bool:
 
 def _scale_arguments(scales: Fp8Scales) -> dict[str, int]:
     """Return addresses and strides; the stride of a scalar is 0."""
-    return {
-        "q_scale": scales.q.data_ptr(),
-        "k_scale": scales.k.data_ptr(),
-        "v_scale": scales.v.data_ptr(),
-        "q_scale_stride": scales.q.stride(0) if scales.q.numel() > 1 else 0,
-        "k_scale_stride": scales.k.stride(0) if scales.k.numel() > 1 else 0,
-        "v_scale_stride": scales.v.stride(0) if scales.v.numel() > 1 else 0,
-    }
+    arguments = {}
+    for name, scale in scales._asdict().items():
+        arguments[f"{name}_scale"] = scale.data_ptr()
+        arguments[f"{name}_scale_stride"] = scale.stride(0) if scale.numel() > 1 else 0
+    return arguments
 
 
 def packed_slots(x: torch.Tensor) -> tuple[int, int, int, int]:

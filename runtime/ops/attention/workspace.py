@@ -76,7 +76,7 @@ def paged_attention_workspace(
     if place.type != "cuda":
         return 0
     index = device_index(place)
-    decode = prefill = 0
+    decode = prefill = behind = 0
     if runs(AttentionDecode, index):
         decode = decode_cuda.workspace_bytes(
             dtype,
@@ -101,8 +101,7 @@ def paged_attention_workspace(
             most = max_batch * max_pages * page_size
             tokens = most if max_tokens_k is None else min(max_tokens_k, most)
             behind = dequantize_kv.dequantized_bytes(tokens, heads_kv, head_dim, head_dim)
-            return max(decode, prefill) + behind
-    return max(decode, prefill)
+    return max(decode, prefill) + behind
 
 
 def varlen_attention_workspace(

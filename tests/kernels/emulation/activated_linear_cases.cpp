@@ -113,11 +113,4 @@ bool run_case(int seed) {
 
 }  // namespace
 
-int main(int /*argc*/, char** arguments) {
-  const int first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
-  bool right = true;
-  for (int seed = first; seed < first + count; ++seed) {
-    right &= run_case(seed);
-  }
-  return right ? 0 : 1;
-}
+int main(int /*argc*/, char** arguments) { return emulator::run_cases(arguments, run_case); }

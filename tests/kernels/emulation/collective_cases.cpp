@@ -240,11 +240,6 @@ bool run_case(int seed, bool with_dead) {
 }  // namespace
 
 int main(int /*argc*/, char** arguments) {
-  const int first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
   const bool with_dead = std::atoi(arguments[3]) != 0;
-  bool right = true;
-  for (int seed = first; seed < first + count; ++seed) {
-    right &= run_case(seed, with_dead);
-  }
-  return right ? 0 : 1;
+  return emulator::run_cases(arguments, [&](int seed) { return run_case(seed, with_dead); });
 }

@@ -269,12 +269,9 @@ int main(int argc, char** argv) {
                  argc - 1);
     return 2;
   }
-  const int first = std::atoi(argv[1]), count = std::atoi(argv[2]);
   std::FILE* const results = std::fopen(argv[3], "wb");
-  bool right = true;
-  for (int seed = first; seed < first + count; ++seed) {
-    right &= run_case(seed, loads, results);
-  }
+  const int code =
+      emulator::run_cases(argv, [&](int seed) { return run_case(seed, loads, results); });
   std::fclose(results);
-  return right ? 0 : 1;
+  return code;
 }

@@ -72,6 +72,21 @@ extern emulator::Index threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulator {
 
+// Runs the random cases of `FIRST COUNT`, a program's first arguments; returns its exit code.
+template <class RunCase>
+int run_cases(char** arguments, RunCase run_case) {
+  const int first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
+  bool right = true;
+  for (int seed = first; seed < first + count; ++seed) {
+    right &= run_case(seed);
+  }
+  return right ? 0 : 1;
+}
+
+}  // namespace emulator
+
+namespace emulator {
+
 inline int lane() { return threadIdx.x % kLanes; }
 
 template <class T>

@@ -158,10 +158,5 @@ bool run_case(int seed, const std::string& folder) {
 }  // namespace
 
 int main(int /*argc*/, char** arguments) {
-  const int first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
-  bool right = true;
-  for (int seed = first; seed < first + count; ++seed) {
-    right &= run_case(seed, arguments[3]);
-  }
-  return right ? 0 : 1;
+  return emulator::run_cases(arguments, [&](int seed) { return run_case(seed, arguments[3]); });
 }

@@ -271,7 +271,7 @@ def test_a_call_needs_room_for_the_tokens_that_it_sees() -> None:
 
 @each_cache
 def test_what_has_no_room_is_written_nowhere_else(cache: torch.dtype) -> None:
-    case = PagedCase((700, 300), q_lens=(200, 90), max_seqlen_q=200, dtype=BF16, cache_dtype=cache)
+    case = PagedCase((700, 300), q_lens=(200, 90), max_seqlen_q=200, **HEADS, cache_dtype=cache)
     args, options = case.build(CUDA)
     q, k_cache, _, table, _ = args
     needed = ops.paged_attention_workspace(
