@@ -89,7 +89,7 @@ def test_signals_at_any_moment_leave_a_runner_that_can_be_used(name):
     before = signal.signal(signal.SIGALRM, interrupt)
     deadline = time.monotonic() + effort(0.8, 2)
     try:
-        while time.monotonic() < deadline:
+        while heard <= 20 or time.monotonic() < deadline:  # a busy machine takes longer
             soon = time.monotonic() + 0.01
             try:
                 signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 4e-4))
@@ -103,7 +103,6 @@ def test_signals_at_any_moment_leave_a_runner_that_can_be_used(name):
     finally:
         signal.signal(signal.SIGALRM, before)
         torch.set_grad_enabled(True)  # torch's own statements may be torn
-    assert heard > 20
     assert gc.isenabled()
     runner.capture([2], progress=False)
     assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
