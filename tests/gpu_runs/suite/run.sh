@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests marked gpu, on each GPU that there is, and what became of them in one file.
+# All tests marked gpu but those of real models, on one GPU or two, and what became of each.
 #
 #   OUT=FOLDER bash tests/gpu_runs/suite/run.sh [PART ...]
 #
@@ -30,7 +30,7 @@ mkdir -p "$OUT"
 pytest_of() { # PART PROCESSES ARGUMENTS...
   local part=$1 processes=$2
   shift 2
-  $PY -m pytest -v -rfE --tb=short -m gpu -n "$processes" --dist worksteal --timeout "$LIMIT" \
+  $PY -m pytest -v -rfE --tb=short -m 'gpu and not real' -n "$processes" --dist worksteal --timeout "$LIMIT" \
     -p no:cacheprovider "$@" >"$OUT/$part.txt" 2>&1
   echo "$part: $(tail -n 1 "$OUT/$part.txt")" | tee -a "$OUT/summary.txt"
 }
