@@ -65,7 +65,7 @@ class Engine:
         prefill_chunk: prompt tokens computed at once, a multiple of `page_size`; by default 512, or
             576 to 768 where attention cuts prompts at multiples of 192 or 384 (`cut_unit`), in
             parts of which prompts share prefixes then.
-        max_prefill_tokens: prompt tokens of a step; a quarter of them while as many texts grow.
+        max_prefill_tokens: prompt tokens of a step, and a quarter or half of it beside texts.
         l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
         kv_cache_dtype: of the KV cache. "auto" is the 8 bits that the checkpoint is made for, if it
             is, and else the model's dtype; "fp8" and "int8" take half the memory; "bf16", "fp16" or

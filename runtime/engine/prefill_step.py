@@ -26,21 +26,22 @@ from .scheduler import PrefillChunk
 from .upload import upload
 
 PREFILL = Variant(name="prefill")  # what a report calls these graphs
-_FEWEST, _FINER = 128, 256  # tokens
+_FEWEST = 128  # tokens
 _LOGITS_ROWS = 128  # of a prompt whose logits are in memory at once
 _LONGEST_EXAMPLE = 2048  # tokens: what is verified shall not take longer where contexts are long
 
 
 def prefill_sizes(most: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that are captured: 128, 256, 512, 768 ... 2048, 2560 ... most.
+    """Return the numbers of tokens that are captured: 128, 256, 384 ... 2048, 2560, 3072 ... most.
 
-    A step takes the time of the next of these: up to 512 tokens mostly that of reading the
-    weights, beyond it that of multiplying them, so that sizes are then a quarter apart at most,
-    or 256. Each one takes its time when a server starts.
+    A step takes the time of the next of these, most of which is that of multiplying weights by as
+    many rows. Steps beside texts have a quarter of `most` at most and are by far the most frequent:
+    up to there sizes are an eighth apart, or 128; beyond it a quarter, since each one takes its
+    time when a server starts.
     """
     sizes = []
     for size in (_FEWEST << i for i in range(most.bit_length())):
-        parts = min(4, max(1, size // _FINER))
+        parts = min(8 if 4 * size < most else 4, size // _FEWEST)
         sizes += [size + size * part // parts for part in range(parts)]
     # One that is hardly smaller than the largest would save next to nothing.
     return (*(size for size in sizes if 8 * size <= 7 * most), most)

@@ -126,7 +126,8 @@ class Scheduler:
 
         Up to a quarter of it while no fewer texts grow, which all wait for these chunks in every
         step. More prompts than texts hold up fewer tokens in fewer, longer steps, and so do the
-        last prompts of many: an eighth of what runs, or more, of which half of it is enough.
+        last prompts of many: an eighth of what runs, or more, of which half of it is enough. Half
+        of it, too, where two steps are not enough, for each of which more texts would wait.
 
         Each has one; where tokens are left all have another turn, and another. The first chunk is
         returned whatever its size.
@@ -139,6 +140,8 @@ class Scheduler:
         last = left <= max_tokens // 2 and 8 * len(waiting) >= len(self.running)
         if 2 * len(waiting) <= len(self.running) and not last:
             max_tokens //= 4
+        elif left > 2 * max_tokens:
+            max_tokens //= 2
         while waiting:
             request, start = waiting.popleft()
             whole = start - start % self.prefill_chunk + self.prefill_chunk

@@ -30,8 +30,10 @@ def test_sizes_rise_to_the_most(most: int) -> None:
     assert sizes[0] <= 146
     assert len(sizes) <= 4 * most.bit_length()
     for smaller, larger in pairwise(sizes):
-        step = 16 / 7 if smaller < 512 else 12 / 7 if smaller < 1024 else 10 / 7
+        step = 16 / 7 if smaller < 256 else 12 / 7 if smaller < 512 else 10 / 7
         assert smaller < larger <= smaller * step
+        if larger <= min(most // 4, 2048):
+            assert larger - smaller == 128
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_sizes_rise_to_the_most(most: int) -> None:
         (1, (1,)),
         (140, (140,)),
         (200, (128, 200)),
-        (2048, (128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)),
+        (2048, (128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)),
     ],
 )
 def test_sizes(most: int, sizes: tuple[int, ...]) -> None:

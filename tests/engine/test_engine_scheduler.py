@@ -125,6 +125,32 @@ def test_chunks_of_a_prompt_are_computed_as_one_where_bits_allow_it() -> None:
     assert scheduler.idle
 
 
+@pytest.mark.parametrize(
+    ("texts", "prompts", "length", "tokens"),
+    [
+        (8, 1, 8, 4),  # no fewer texts than prompts: a quarter
+        (8, 4, 8, 4),
+        (8, 2, 4, 8),  # the last prompts of many: all that is left
+        (1, 2, 8, 16),  # more prompts than texts
+        (1, 2, 16, 16),
+        (1, 3, 16, 8),  # more than two steps: half
+        (0, 5, 16, 8),
+    ],
+)
+def test_texts_wait_for_part_of_a_steps_tokens(
+    texts: int, prompts: int, length: int, tokens: int
+) -> None:
+    scheduler = make_scheduler(pages=100, chunk=4, max_batch=16)
+    for number in range(texts):
+        scheduler.submit(make_request(number, prompt=1, new_tokens=50))
+    while any(not request.prefilled for request in scheduler.running) or scheduler.waiting:
+        step(scheduler, budget=16)
+    for number in range(prompts):
+        scheduler.submit(make_request(texts + number, prompt=length, new_tokens=1))
+    done = step(scheduler, budget=16).prefilled
+    assert sum(stop - start for _, start, stop in done) == tokens
+
+
 def test_a_step_sees_as_many_tokens_as_there_is_room_for() -> None:
     """Each chunk, or those that are computed as one, all before its end; one has room always."""
     for unit, first in ((4, [(0, 0, 8), (1, 0, 8), (2, 0, 8)]), (8, [(0, 0, 8), (1, 0, 8)])):

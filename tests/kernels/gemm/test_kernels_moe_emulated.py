@@ -16,7 +16,7 @@ from ostinato.ops.moe.moe_linear_cuda import MoeLinear
 
 pytestmark = pytest.mark.nvcc
 
-_CASES = effort(6, 24)
+_CASES = effort(6, 16)
 
 
 def _variant(
