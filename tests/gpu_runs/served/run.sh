@@ -7,18 +7,18 @@
 # PARTs (default: all), always in this order, with what they take on an H200 and 16 cores:
 #   prepare  writes a checkpoint of random W8A8 weights (9.1 GB in /dev/shm, else in /tmp) and
 #            begins `ostinato build`                                         20 s + 40 s
-#   vllm     starts vLLM's server and waits; the build runs beside it        40 to 100 s
-#   ours     starts our server and waits                                     20 to 40 s
+#   vllm     starts vLLM's server; the build and our server start beside it  60 to 150 s
+#   ours     starts our server; then both are waited for                     40 s
 #   load     closed loops at each concurrency: ours, then vLLM               190 s
 #   step     stops vLLM; a decode step in our server, batches of 64 and 256  20 s
 #   engine   stops ours; `bench engine` at batches of 64 and 256             35 s
 #   join     writes serve.json (also after each load, so that a cut-off loses nothing)
-# That is about 400 s for one dtype; a call is of one dtype.
+# That is about 400 s for one dtype; both may run at once, each on a GPU of its own.
 #
 # OPTIONS are those of `run.py --help`. --levels 1:20,16:128,64:384,256:1024 (the default) is
-# CONCURRENCY:REQUESTS; with 1:20,16:320,64:1280,256:5120 every concurrency has 20 requests per
-# client, and all parts take about 480 s. --ours-flags=--max-prefill-tokens=4096 and
-# --vllm-flags=... (with the = sign) add flags of the servers.
+# CONCURRENCY:REQUESTS; with 1:20,16:320,64:1280,256:2048 load takes 310 s.
+# --ours-flags=--max-prefill-tokens=4096 and --vllm-flags=... (with the = sign) add flags of the
+# servers.
 #
 # Both servers are resident while they are measured (about 53 and 56 GiB); one idles while the other
 # works. To have one after the other: `run.sh int8 prepare ours load step`, then
