@@ -8,7 +8,7 @@
 #
 # part         s  limit  what
 # build       30    120  kernels that kernels.txt names, 0 s where OSTINATO_CACHE has them
-# tests       60    120  pytest -m gpu of tests/parallel, tests/ops/collective, process_group
+# tests       60    240  pytest -m gpu of tests/parallel, tests/ops/collective, process_group
 # replays     70    120  10,000 replays on N ranks, experts too, bits of all and of their twin
 # faults      90    120  200 injected faults, as many as there is time for
 # all_reduce  60    110  `bench all-reduce`, 16 KB to 128 MB, beside NCCL and symmetric memory
@@ -84,7 +84,7 @@ tests() {
   local marks=(-m gpu)
   [ "$CPU" = 1 ] && marks=(-m gpu --collect-only)
   # -v writes a line for each test, so that what is cut off loses nothing.
-  LOG=$OUT/tests.txt LINES_OF=30 timed tests 120 "$PY" -m pytest -v -rfE "${marks[@]}" -p no:cacheprovider \
+  LOG=$OUT/tests.txt LINES_OF=30 timed tests 240 "$PY" -m pytest -v -rfE "${marks[@]}" -p no:cacheprovider \
     --timeout 60 tests/parallel tests/graphs/process_group tests/ops/collective
 }
 
