@@ -7,8 +7,10 @@ from typing import Any
 from hf_shapes import IDS, SHAPE, SLIDING_FIRST, TIED, rope
 from transformers import (
     Dots1Config,
+    Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     GraniteMoeConfig,
+    HunYuanMoEV1Config,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
@@ -28,6 +30,7 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
 }
+_ERNIE: dict[str, Any] = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24}
 
 WITH_EXPERTS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **_EXPERTS, head_dim=16, norm_topk_prob=True),
@@ -71,6 +74,17 @@ WITH_EXPERTS: dict[str, PreTrainedConfig] = {
         n_group=4,
         topk_group=2,
         norm_topk_prob=False,
+    ),
+    "ernie4_5_moe": Ernie4_5_MoeConfig(**TIED, **_ERNIE),
+    "ernie4_5_moe-interval": Ernie4_5_MoeConfig(
+        **SHAPE,
+        **_ERNIE,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        moe_layer_interval=2,
+    ),
+    "hunyuan_v1_moe": HunYuanMoEV1Config(
+        **{**SHAPE, "intermediate_size": 24}, head_dim=16, num_experts=6, moe_topk=[2, 2]
     ),
     "minimax_m2": MiniMaxM2Config(
         **SHAPE,

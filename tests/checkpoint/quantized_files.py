@@ -90,7 +90,7 @@ def compressed_tensors(
 OTHER_TOWERS = ("model.visual", "model.vision_tower", "model.multi_modal_projector")
 
 # Which a quantiser leaves as they are.
-GATES = ("shared_expert_gate",)
+GATES = ("shared_expert_gate", "gate.wg")
 
 # Relative to a row's largest activation. What is seen after two layers is about 3e-7.
 FP32_NOISE = 1e-6

@@ -102,7 +102,7 @@ class Kept:
 
     def read(self, reader: CheckpointReader) -> torch.Tensor:
         """Return it, backed by the file."""
-        stored = reader.read(self.spec)
+        stored = reader.read(self.spec).reshape(self.spec.shape)
         if self.rows is not None:
             stored = stored[self.rows]
         return stored if self.columns is None else stored[:, self.columns]

@@ -8,9 +8,9 @@ from ..registry import Family, register
 from .llama import Llama, layout
 
 
-def _config(fields: Fields) -> ModelConfig:
+def ernie_config(fields: Fields) -> ModelConfig:
+    """Return the shape of ERNIE's decoder, but for what it may have instead of MLPs."""
     fields.require("num_key_value_heads")
-    fields.require("head_dim")  # whose default is not hidden_size / num_attention_heads
     bias = fields.boolean("use_bias", False)
     return standard_config(
         fields,
@@ -20,6 +20,11 @@ def _config(fields: Fields) -> ModelConfig:
         mlp_bias=bias,
         ropes=same_rope(interleaved=True),
     )
+
+
+def _config(fields: Fields) -> ModelConfig:
+    fields.require("head_dim")  # whose default is not hidden_size / num_attention_heads
+    return ernie_config(fields)
 
 
 _DEFAULTS = {

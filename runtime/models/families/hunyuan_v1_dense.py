@@ -13,10 +13,11 @@ from .llama import LayerParts, Llama, layer_parts, layout_of, norm_part
 
 def layout(config: ModelConfig) -> DecoderLayout:
     """Return the parts of a decoder of this shape."""
-    return layout_of(config, _layer)
+    return layout_of(config, normed_layer)
 
 
-def _layer(config: ModelConfig, index: int) -> LayerParts:
+def normed_layer(config: ModelConfig, index: int) -> LayerParts:
+    """Return the parts of a layer."""
     prefix, shape = f"model.layers.{index}.self_attn.", (config.head_dim,)
     return replace(
         layer_parts(config, index),
@@ -25,7 +26,8 @@ def _layer(config: ModelConfig, index: int) -> LayerParts:
     )
 
 
-def _config(fields: Fields) -> ModelConfig:
+def hunyuan_config(fields: Fields) -> ModelConfig:
+    """Return the shape of HunYuan's decoder, but for what it may have instead of MLPs."""
     fields.integer("head_dim")  # which transformers does not derive
     # Fields of the first files, which transformers does not read.
     fields.choice("use_cla", False, default=False)
@@ -46,7 +48,7 @@ register(
     Family(
         "hunyuan_v1_dense",
         ("HunYuanDenseV1ForCausalLM",),
-        _config,
+        hunyuan_config,
         layout,
         Llama.load,
         defaults={**LLAMA_IDS, "rms_norm_eps": 1e-5},

@@ -36,6 +36,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Dots1",
         {**KV, **CHOICE, "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True},
     ),
+    "ernie4_5_moe": ("Ernie4_5_Moe", KV),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {"head_dim": 16}),
 }
 # Beside those of `FAMILIES`: in transformers its default is no quotient of sizes.
 ALSO_WRITTEN = {"qwen3_moe": {"head_dim": 16}}
@@ -84,9 +86,13 @@ def assert_routed_alike(ours: ModelConfig, theirs: Any) -> None:
     assert experts.normalized == getattr(theirs, "norm_topk_prob", True)
     assert experts.scale == getattr(theirs, "routed_scaling_factor", 1.0)
     assert experts.num_groups == getattr(theirs, "n_group", 1)
-    first = getattr(theirs, "first_k_dense_replace", 0)
+    dense = getattr(theirs, "moe_layer_start_index", 0)
+    first = getattr(theirs, "first_k_dense_replace", dense)
     assert experts.layers == tuple(layer >= first for layer in range(3))
-    shared = getattr(theirs, "n_shared_experts", 0) * size
+    # HunYuan has one, and no field for it.
+    count = 1 if theirs.model_type == "hunyuan_v1_moe" else 0
+    count = getattr(theirs, "moe_num_shared_experts", count)
+    shared = getattr(theirs, "n_shared_experts", count) * size
     assert experts.shared_size == getattr(theirs, "shared_expert_intermediate_size", shared)
 
 

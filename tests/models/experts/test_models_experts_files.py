@@ -278,6 +278,31 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list: got \[1, 0\], expected 1 al"),
         ("minimax_m2", {"rotary_dim": 3, "rope_parameters": None}, "partial_rotary_factor: got 0."),
         ("dots1", {"layer_types": ["full_attention"]}, "layer_types: got .* 2 times"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias: got True, expected False"),
+        ("ernie4_5_moe", {"moe_k": 9}, "moe_k: got 9, expected an integer from 1 to 8"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min: got 0.1, expected a finite numb"),
+        ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index: got -2, expected an"),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 3]}, r"moe_topk: got \[2, 3\], expected an integer fr"),
+        (
+            "hunyuan_v1_moe",
+            {"num_experts": [6, 0]},
+            r"num_experts: got \[6, 0\], expected integers",
+        ),
+        (
+            "hunyuan_v1_moe",
+            {"moe_intermediate_size": 48},
+            "moe_intermediate_size: got 48, expected",
+        ),
+        (
+            "hunyuan_v1_moe",
+            {"num_shared_expert": [2, 2]},
+            r"num_shared_expert: got \[2, 2\], expec",
+        ),
+        (
+            "hunyuan_v1_moe",
+            {"use_mixed_mlp_moe": False},
+            "use_mixed_mlp_moe: got False, expected T",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(name: str, fields: dict[str, Any], match: str) -> None:

@@ -188,7 +188,9 @@ def mixture_parts(
         return LinearPart(rows, "per_token", "rows")
 
     every = range(config.num_experts)
-    correction = TensorSpec((f"{prefix}{names.correction}",), ((config.num_experts,),))
+    count = config.num_experts
+    # ERNIE's files have a first dimension of 1, of groups of experts.
+    correction = TensorSpec((f"{prefix}{names.correction}",), ((count,), (1, count)))
     return MixtureParts(
         router=chooser(names.router, config.num_experts),
         gate_up=ExpertsPart(
