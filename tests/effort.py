@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ostinato.jit.targets import VARIABLE
-
 T = TypeVar("T")
 
 LONG = os.environ.get("OSTINATO_TEST_EFFORT", "") == "long"
@@ -42,18 +40,12 @@ def sampled(cases: list[T], step: int) -> list[T]:
 def on_devices(short: Iterable[tuple[Any, ...]], long: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Return cases behind a `device`, for `parametrize(..., indirect=["device"])`.
 
-    The CPU gets what this run tries, and a GPU all of them at any effort: it is fast. One that
-    stands in for another, as the tests of architectures have it, gets what the CPU gets.
+    The CPU gets what this run tries, and a GPU all of them at any effort: it is fast.
     """
     every = list(long)
-    tried = effort(list(short), every)
-    stands_in = VARIABLE in os.environ
     return [
-        *(pytest.param("cpu", *case) for case in tried),
-        *(
-            pytest.param("cuda", *case, marks=pytest.mark.gpu)
-            for case in (tried if stands_in else every)
-        ),
+        *(pytest.param("cpu", *case) for case in effort(list(short), every)),
+        *(pytest.param("cuda", *case, marks=pytest.mark.gpu) for case in every),
     ]
 
 

@@ -18,20 +18,15 @@ from tiny import byte_tokenizer, tiny_llama
 
 TOKENIZER = byte_tokenizer()
 _HERE = Path(__file__).parent
-# Without what is about Hopper's products of 16 bits; this module would start itself again.
-_LEFT_OUT = ("test_engine_products_gpu.py", Path(__file__).name)
+# Modules with tests on a GPU; this one would start itself again.
 _MODULES = [
     path.name
     for path in sorted(_HERE.glob("test_*.py"))
-    if path.name not in _LEFT_OUT
+    if path != Path(__file__)
     and any(word in path.read_text() for word in ("mark.gpu", "device: torch.device"))
 ]
-# Where torch does what needs Hopper, an engine starts slowly; the others differ from the first in
-# their row kernels alone.
-_STANDS_IN = [
-    *(("8.0", module) for module in _MODULES),
-    *((other, module) for other in ("8.9", "12.0") for module in _MODULES if "kv_cache" in module),
-]
+# They are about kernels of Hopper's.
+_LEFT_OUT = "not our_prefill_kernel and not product_of_torch"
 
 
 @pytest.mark.parametrize("scheme", ["plain", "int8", "fp8"])
@@ -51,10 +46,10 @@ def test_16_bit_texts_follow_the_largest_logits(scheme: str, device: torch.devic
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("capability", "module"), _STANDS_IN)
+@pytest.mark.parametrize("module", _MODULES)
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "12.0"])
 def test_the_suite_passes_on_a_stand_in(capability: str, module: str) -> None:
-    # What is left out is about a kernel of Hopper's.
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", "not our_prefill_kernel"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", _LEFT_OUT]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", str(_HERE / module)],
         capture_output=True,
