@@ -27,7 +27,7 @@ def _config(fields: Fields) -> ModelConfig:
     return ernie_config(fields)
 
 
-_DEFAULTS = {
+DEFAULTS = {
     **LLAMA_IDS,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
@@ -35,5 +35,5 @@ _DEFAULTS = {
 }
 
 register(
-    Family("ernie4_5", ("Ernie4_5ForCausalLM",), _config, layout, Llama.load, defaults=_DEFAULTS)
+    Family("ernie4_5", ("Ernie4_5ForCausalLM",), _config, layout, Llama.load, defaults=DEFAULTS)
 )

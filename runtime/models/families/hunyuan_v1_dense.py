@@ -44,6 +44,8 @@ def hunyuan_config(fields: Fields) -> ModelConfig:
     return replace(config, qk_norm_after_rope=True)
 
 
+DEFAULTS = {**LLAMA_IDS, "rms_norm_eps": 1e-5}
+
 register(
     Family(
         "hunyuan_v1_dense",
@@ -51,6 +53,6 @@ register(
         hunyuan_config,
         layout,
         Llama.load,
-        defaults={**LLAMA_IDS, "rms_norm_eps": 1e-5},
+        defaults=DEFAULTS,
     )
 )

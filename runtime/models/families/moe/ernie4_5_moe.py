@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...config import LLAMA_IDS, ModelConfig
+from ...config import ModelConfig
 from ...config_fields import Fields
 from ...experts.config import read_experts
 from ...registry import Family, register
 from ...required_kernels import kernels_with_experts
-from ..ernie4_5 import ernie_config
+from ..ernie4_5 import DEFAULTS, ernie_config
 from .mixture import ExpertNames, MixtureLlama, mixture_layout
 
 
@@ -40,16 +40,6 @@ def _config(fields: Fields) -> ModelConfig:
     return replace(config, experts=replace(experts, corrected=True, shared_size=shared))
 
 
-_DEFAULTS = {
-    **LLAMA_IDS,
-    "moe_intermediate_size": 1536,
-    "moe_k": 6,
-    "moe_num_experts": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-}
-
 register(
     Family(
         "ernie4_5_moe",
@@ -58,6 +48,6 @@ register(
         mixture_layout(ExpertNames(correction="moe_statics.e_score_correction_bias")),
         MixtureLlama.load,
         kernels=kernels_with_experts,
-        defaults=_DEFAULTS,
+        defaults={**DEFAULTS, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64},
     )
 )

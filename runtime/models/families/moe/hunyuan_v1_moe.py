@@ -4,41 +4,46 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ....ops.moe.route import MOST_EXPERTS, MOST_TOP_K
-from ...config import LLAMA_IDS, ModelConfig
+from ...config import ModelConfig
 from ...config_fields import Fields
-from ...experts.config import ExpertsConfig
+from ...experts.config import read_experts
 from ...registry import Family, register
 from ...required_kernels import kernels_with_experts
-from ..hunyuan_v1_dense import hunyuan_config, normed_layer
+from ..hunyuan_v1_dense import DEFAULTS, hunyuan_config, normed_layer
 from .mixture import ExpertNames, MixtureLlama, mixture_layout
 
+_OF_LAYERS = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
 
-def _same(fields: Fields, name: str, default: int, most: int) -> int:
-    """Return a number that may be written once, or for each layer."""
-    values = fields.integers(name, most=most) or (default,)
-    if len(set(values)) != 1:
-        raise fields.wrong(name, f"an integer from 1 to {most}, the same in all layers")
-    return values[0]
+
+def _written_once(fields: Fields) -> Fields:
+    """Return fields with one number where files may have one for each layer."""
+    once: dict[str, int] = {}
+    for name in _OF_LAYERS:
+        values = fields.integers(name)
+        if len(set(values)) > 1:
+            raise fields.wrong(name, "an integer from 1 on, the same in all layers")
+        if values:
+            once[name] = values[0]
+    return Fields(fields.where, {**fields.fields, **once})
 
 
 def _config(fields: Fields) -> ModelConfig:
-    config = hunyuan_config(fields)
+    config, once = hunyuan_config(fields), _written_once(fields)
     size = config.intermediate_size
     # Fields of the first files, which transformers does not read.
     fields.choice("use_mixed_mlp_moe", True, default=True)
     for name, only in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
-        if _same(fields, name, only, max(only, 1 << 20)) != only:
+        if once.integer(name, only) != only:
             raise fields.wrong(name, f"{only} in all layers")
-    num_experts = _same(fields, "num_experts", 1, MOST_EXPERTS)
-    experts = ExpertsConfig(
-        num_experts=num_experts,
-        top_k=_same(fields, "moe_topk", 1, min(num_experts, MOST_TOP_K)),
-        intermediate_size=size,
-        layers=(True,) * config.num_layers,
-        shared_size=size,
+    experts = read_experts(
+        once,
+        (True,) * config.num_layers,
+        count="num_experts",
+        chosen="moe_topk",
+        size="intermediate_size",
+        normalized=True,
     )
-    return replace(config, experts=experts)
+    return replace(config, experts=replace(experts, shared_size=size))
 
 
 register(
@@ -49,6 +54,6 @@ register(
         mixture_layout(ExpertNames(router="gate.wg", shared="shared_mlp"), normed_layer),
         MixtureLlama.load,
         kernels=kernels_with_experts,
-        defaults={**LLAMA_IDS, "rms_norm_eps": 1e-5},
+        defaults={**DEFAULTS, "moe_topk": 1, "num_experts": 1},
     )
 )
