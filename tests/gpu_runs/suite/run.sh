@@ -30,8 +30,8 @@ mkdir -p "$OUT"
 pytest_of() { # PART PROCESSES ARGUMENTS...
   local part=$1 processes=$2
   shift 2
-  $PY -m pytest -v -rfE --tb=short -m 'gpu and not real' -n "$processes" --dist worksteal --timeout "$LIMIT" \
-    -p no:cacheprovider "$@" >"$OUT/$part.txt" 2>&1
+  $PY -m pytest -v -rfE --tb=short -m 'gpu and not real' -n "$processes" --dist worksteal \
+    --timeout "$LIMIT" -p no:cacheprovider "$@" >"$OUT/$part.txt" 2>&1
   echo "$part: $(tail -n 1 "$OUT/$part.txt")" | tee -a "$OUT/summary.txt"
 }
 

@@ -83,10 +83,6 @@ int run_cases(char** arguments, RunCase run_case) {
   return right ? 0 : 1;
 }
 
-}  // namespace emulator
-
-namespace emulator {
-
 inline int lane() { return threadIdx.x % kLanes; }
 
 template <class T>
