@@ -32,7 +32,7 @@ class _Launch:
     host: torch.Tensor  # [n] or more, filled once `copied` has happened
     mapped: torch.Tensor | None  # its memory as the device's kernels see it, if they can
     copied: torch.cuda.Event | None
-    seconds: MutableSequence[float]
+    seconds: Sequence[MutableSequence[float]]
     started: float
     logprobs: HostLogprobs | None
     ended: float | None  # by time.perf_counter; None where the host finds out when it reads
@@ -67,7 +67,7 @@ class AsyncTokens:
         self,
         requests: Sequence[Request],
         tokens: torch.Tensor,
-        seconds: MutableSequence[float],
+        seconds: Sequence[MutableSequence[float]],
         started: float,
         logprobs: ops.RowLogprobs | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class AsyncTokens:
                 None for work that is only waited for.
             tokens: [n] int64 on the device. Work that overwrites it must be ordered after the
                 current stream.
-            seconds: where `read` puts the time that the launch took.
+            seconds: each of which `read` gives the time that the launch took.
             started: when it began, by `time.perf_counter`.
             logprobs: of the tokens, for the requests that want some; copied likewise.
         """
@@ -111,7 +111,8 @@ class AsyncTokens:
             if launch.copied is not None:
                 launch.copied.wait(torch.cuda.current_stream(self._device))
         if not any(request.async_tokens for request in requests):
-            return torch.tensor([request.generated[-1] for request in requests])
+            known = [request.generated[-1] for request in requests]
+            return torch.tensor(known, dtype=torch.int64)
         newest = next(launch for launch in reversed(self._launches) if launch.requests)
         if [r.id for r in newest.requests] == [r.id for r in requests]:
             return newest.tokens
@@ -121,13 +122,13 @@ class AsyncTokens:
             for request in launch.requests:
                 place[request.id] = at
                 at += 1
-        known = [0 if request.async_tokens else request.generated[-1] for request in requests]
+        host = [0 if request.async_tokens else request.generated[-1] for request in requests]
         # Known tokens follow those of the launches, in the order of the requests.
         rows = [
             place[request.id] if request.async_tokens else at + row
             for row, request in enumerate(requests)
         ]
-        uploaded = upload(torch.tensor([known, rows]), self._device)
+        uploaded = upload(torch.tensor([host, rows]), self._device)
         launched = [launch.tokens for launch in self._launches]
         return torch.cat([*launched, uploaded[0]])[uploaded[1]]
 
@@ -159,7 +160,8 @@ class AsyncTokens:
                 # Launches overlap: each is charged from where the one before it had ended. One
                 # whose texts have all ended may be read any time later.
                 if not launch.requests or any(r.finish_reason is None for r in launch.requests):
-                    launch.seconds.append(ended - max(launch.started, self._ended))
+                    for times in launch.seconds:
+                        times.append(ended - max(launch.started, self._ended))
                 self._ended = ended
             tokens = launch.host[: len(launch.requests)].tolist()
             while launch.taken < len(tokens):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -49,6 +49,20 @@ class SeenTokens:
         self.mask.index_fill_(0, upload(slots, device), False)
         places = rows * self.mask.size(1) + columns
         self.mask.view(-1).index_fill_(0, upload(places, device), True)
+
+
+class DecodeRows(NamedTuple):
+    """One more token of each of B texts, a row for each, as `DecodeStep.buffer_specs` has them.
+
+    On the host, but tokens that have not been read yet.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    page_table: torch.Tensor
+    slots: torch.Tensor
 
 
 class DecodeStep:
@@ -207,27 +221,35 @@ class DecodeStep:
             requests: [B] of them.
             last_tokens: the token that each sampled last, [B] int64.
         """
-        lengths = torch.tensor([request.length for request in requests])
-        constants = self._constant_inputs(requests)
+        rows = self.rows(requests, last_tokens)
+        return {
+            **rows._asdict(),
+            "counters": sampling_counters(requests),
+            **self._constant_inputs(requests),
+        }
+
+    def rows(self, requests: Sequence[Request], last_tokens: torch.Tensor) -> DecodeRows:
+        """Return what `inputs` has of the sequences, without how they are sampled."""
+        lengths = torch.tensor([request.length for request in requests], dtype=torch.int64)
+        self._constant_inputs(requests)
         table = self._pages.rows(requests, self._slots)
         page, offset = lengths // self._cache.page_size, lengths % self._cache.page_size
         # The page that holds the new token's slot.
         written = table.gather(1, page[:, None])[:, 0].long()
-        return {
-            "tokens": last_tokens,
-            "positions": lengths.int(),
-            "seq_lens": (lengths + 1).int(),
-            "slot_mapping": written * self._cache.page_size + offset,
-            "page_table": table,
-            "counters": sampling_counters(requests),
-            **constants,
-        }
+        return DecodeRows(
+            tokens=last_tokens,
+            positions=lengths.int(),
+            seq_lens=(lengths + 1).int(),
+            slot_mapping=written * self._cache.page_size + offset,
+            page_table=table,
+            slots=self._slots,
+        )
 
     def _constant_inputs(self, requests: Sequence[Request]) -> dict[str, object]:
         """Return what does not change from step to step; made anew when the requests change."""
         key = [(request.id, request.slot) for request in requests]
         if key != self._constants_of:
-            slots = torch.tensor([request.slot for request in requests])
+            slots = torch.tensor([request.slot for request in requests], dtype=torch.int64)
             self._constants_of = []  # until all of them are there
             self._constants = {"slots": slots, **sampling_inputs(requests)}
             self.asking = [request for request in requests if request.processes_logits]

@@ -65,7 +65,7 @@ class Engine:
         prefill_chunk: prompt tokens computed at once, a multiple of `page_size`; by default 512, or
             576 to 768 where attention cuts prompts at multiples of 192 or 384 (`cut_unit`), in
             parts of which prompts share prefixes then.
-        max_prefill_tokens: prompt tokens of a step, and a quarter or half of it beside texts.
+        max_prefill_tokens: tokens of a step with prompts; a quarter or half of it beside texts.
         l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
         kv_cache_dtype: of the KV cache. "auto" is the 8 bits that the checkpoint is made for, if it
             is, and else the model's dtype; "fp8" and "int8" take half the memory; "bf16", "fp16" or
@@ -146,7 +146,7 @@ class Engine:
             self.grammars = GrammarCompiler(tokenizer, vocab_size, model.config.eos_token_ids)
         # For examples: a page table without repetitions, and slots enough for all tokens.
         self._capture_examples = CaptureExamples(
-            self.cache, sizes.max_pages + max(max_batch, self.cache.pages_for(sizes.max_tokens))
+            self.cache, sizes.max_pages + self.cache.pages_for(sizes.max_rows)
         )
         self._decode = DecodeStep(
             *(model, self.cache, self._seen, sizes.max_pages),
@@ -166,7 +166,7 @@ class Engine:
             max_tokens_k=sizes.max_tokens_k,
         )
         self._prefill = Prefill(
-            *(model, self.cache),
+            *(model, self.cache, self._seen),
             sizes=sizes,
             # The op's capacity, by which torch's operators take their time.
             max_chunk=sizes.max_tokens if self._scheduler.joins_chunks else chunk,

@@ -24,6 +24,7 @@ class EngineSizes:
         kv_format: of the KV cache.
         max_pages: of a sequence.
         max_tokens: of prompts, in one step.
+        max_rows: of a step with prompts, which has texts' tokens as well.
         max_tokens_k: that these prompts have together, as of `ops.paged_attention`; None: as many
             as they have.
         sharing_unit: as of `Scheduler`.
@@ -40,6 +41,10 @@ class EngineSizes:
     max_tokens: int
     max_tokens_k: int | None
     sharing_unit: int
+
+    @property
+    def max_rows(self) -> int:
+        return self.max_tokens + self.max_batch
 
     @property
     def max_chunks(self) -> int:

@@ -13,11 +13,11 @@ from .. import ops
 from ..models import PagedKVCache
 from .async_tokens import Accept, AsyncTokens
 from .decode_step import DecodeStep, SeenTokens
-from .first_tokens import first_tokens
 from .logits_processing import PROCESSED, LogitsProcessing
 from .prefill_step import Prefill
 from .ranks.calls import Calls
 from .request import Request
+from .sampled_tokens import sampled_tokens
 from .scheduler import PrefillChunk, Scheduler
 from .stats import EngineStats
 
@@ -33,7 +33,7 @@ class Launches:
         cache: of keys and values.
         stats: are told times and counts.
         calls: compare what ranks launch and sample.
-        max_prefill_tokens: prompt tokens of one step.
+        max_prefill_tokens: of one step with prompts.
     """
 
     def __init__(
@@ -88,29 +88,35 @@ class Launches:
         if self._processing is not None and self._processing.waits_for_host:
             read()  # the next token depends on the last, by way of the host
         batch = scheduler.decode_batch(settle=read)
+        chunks = scheduler.prefill_chunks(self._max_prefill_tokens, beside=len(batch))
         launched_before = len(self._async_tokens)
-        # Decode first, so that a prompt finished in this step waits for the next like any other.
         try:
-            self._decode_tokens(batch)
+            if chunks:
+                self._compute_prompts(chunks, batch)
+            else:
+                self._decode_tokens(batch)
         finally:
             # Also after an error: the next run overwrites what these tokens were copied from.
             read(launched_before)
-        chunks = scheduler.prefill_chunks(self._max_prefill_tokens)
-        if chunks:
-            self._compute_prompts(chunks)
         self._stats.preemptions = scheduler.preemptions
 
-    def _compute_prompts(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Compute chunks of prompts, and sample the first token where a prompt ends."""
+    def _compute_prompts(self, chunks: Sequence[PrefillChunk], texts: Sequence[Request]) -> None:
+        """Compute chunks of prompts, and a token more of texts beside them, in one call.
+
+        Weights are read once for both. A first token is sampled where a prompt ends.
+        """
         started = time.perf_counter()
-        self._calls.launched([chunk.request for chunk in chunks], self._cache)
-        finished = [chunk.request for chunk in chunks if chunk.ends_prompt]
-        logits = self._prefill.compute(chunks)
+        self._calls.launched([*texts, *(chunk.request for chunk in chunks)], self._cache)
+        last_tokens = self._async_tokens.last_tokens(texts)
+        logits = self._prefill.compute(chunks, self._decode.rows(texts, last_tokens))
+        sampled = [*texts, *(chunk.request for chunk in chunks if chunk.ends_prompt)]
         # Chunks that end no prompt are launches, too: the host waits for them as for any other,
         # and so is one step ahead of the device at most.
-        tokens, logprobs = first_tokens(finished, logits, self._seen, self._processing)
-        seconds = self._stats.prefill_seconds
-        self._async_tokens.add(finished, tokens, seconds, started, logprobs)
+        tokens, logprobs = sampled_tokens(
+            sampled, last_tokens, logits, self._seen, self._processing
+        )
+        seconds = [self._stats.prefill_seconds, *([self._stats.decode_seconds] if texts else [])]
+        self._async_tokens.add(sampled, tokens, seconds, started, logprobs)
         # Only now: after an error the prompt is computed again, first token and all.
         self._scheduler.computed(chunks)
         self._stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
@@ -138,4 +144,4 @@ class Launches:
             tokens = outputs["tokens"]
             if len(batch) > largest:
                 tokens = tokens.clone()  # the next part's run overwrites them
-            self._async_tokens.add(part, tokens, self._stats.decode_seconds, started, logprobs)
+            self._async_tokens.add(part, tokens, [self._stats.decode_seconds], started, logprobs)

@@ -1,4 +1,4 @@
-"""Rows, lengths and pages of the sequences whose prompts one captured call computes."""
+"""Rows, lengths and pages of the sequences that one captured call with prompts computes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ..models import TextRows
+
+
+class _Words:
+    """int32 words at a fixed address on a device, which the host writes beside the device's work.
+
+    Args:
+        count: of them.
+        device: where they are.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        # Made in inference mode it could not be written outside it.
+        with torch.inference_mode(False):
+            self.memory = torch.zeros(count, dtype=torch.int32, device=device)
+        self._read: torch.cuda.Event | None = None  # the end of what reads it
+
+    def write(self, words: torch.Tensor) -> None:
+        """Write the first of them, after what has been given to the stream of `used`."""
+        target = self.memory[: len(words)]
+        if target.is_cuda:
+            if self._read is not None:  # on another stream, perhaps
+                self._read.wait(torch.cuda.current_stream(target.device))
+            words = words.pin_memory()
+        target.copy_(words, non_blocking=True)
+
+    def used(self) -> None:
+        """Note that the current stream has been given what reads them."""
+        if self.memory.is_cuda:
+            self._read = self._read or torch.cuda.Event()
+            self._read.record(torch.cuda.current_stream(self.memory.device))
 
 
 @dataclass(frozen=True)
@@ -21,7 +53,7 @@ class PrefillBatchViews:
 
 
 class PrefillBatch:
-    """`PrefillBatchViews` in one tensor at a fixed address, written by a single copy.
+    """`PrefillBatchViews` of prompts in one tensor at a fixed address, written by a single copy.
 
     Args:
         most: sequences.
@@ -32,25 +64,21 @@ class PrefillBatch:
     def __init__(self, most: int, max_pages: int, device: torch.device) -> None:
         self.most = most
         self._max_pages = max_pages
-        # Made in inference mode it could not be written outside it.
-        with torch.inference_mode(False):
-            words = (most + 1) + most + most * max_pages
-            self._memory = torch.zeros(words, dtype=torch.int32, device=device)
-        self._read: torch.cuda.Event | None = None  # the end of what reads it
+        self._words = _Words((most + 1) + most + most * max_pages, device)
 
     @property
     def memory(self) -> torch.Tensor:
         """All of it."""
-        return self._memory
+        return self._words.memory
 
     def first(self, count: int) -> PrefillBatchViews:
         """Return the memory of the first `count` sequences, or of all."""
         count = min(count, self.most)
         table = 2 * self.most + 1
         return PrefillBatchViews(
-            self._memory[: count + 1],
-            self._memory[self.most + 1 :][:count],
-            self._memory[table:].view(self.most, self._max_pages)[:count],
+            self.memory[: count + 1],
+            self.memory[self.most + 1 :][:count],
+            self.memory[table:].view(self.most, self._max_pages)[:count],
         )
 
     def write(
@@ -65,16 +93,51 @@ class PrefillBatch:
         """
         empty = self.most - len(seq_lens)
         lengths = [*cu_seqlens, *[cu_seqlens[-1]] * empty, *seq_lens, *[0] * empty]
-        words = torch.cat([torch.tensor(lengths, dtype=torch.int32), page_table.flatten()])
-        target = self._memory[: len(words)]
-        if target.is_cuda:
-            if self._read is not None:  # on another stream, perhaps
-                self._read.wait(torch.cuda.current_stream(target.device))
-            words = words.pin_memory()
-        target.copy_(words, non_blocking=True)
+        self._words.write(
+            torch.cat([torch.tensor(lengths, dtype=torch.int32), page_table.flatten()])
+        )
 
     def used(self) -> None:
         """Note that the current stream has been given what reads the memory."""
-        if self._memory.is_cuda:
-            self._read = self._read or torch.cuda.Event()
-            self._read.record(torch.cuda.current_stream(self._memory.device))
+        self._words.used()
+
+
+class TextBatch:
+    """`TextRows` of the texts that a call computes beside prompts, likewise.
+
+    Args:
+        most: texts.
+        max_pages: of each.
+        device: where it is.
+    """
+
+    def __init__(self, most: int, max_pages: int, device: torch.device) -> None:
+        self.most = most
+        self._max_pages = max_pages
+        self._words = _Words(most + most * max_pages, device)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it."""
+        return self._words.memory
+
+    def first(self, count: int) -> TextRows:
+        """Return the memory of the first `count` texts, or of all."""
+        count = min(count, self.most)
+        table = self.memory[self.most :].view(self.most, self._max_pages)
+        return TextRows(table[:count], self.memory[:count])
+
+    def write(self, seq_lens: torch.Tensor, page_table: torch.Tensor) -> None:
+        """Write n texts; those behind them are none.
+
+        Args:
+            seq_lens: [n] int32 on the host.
+            page_table: [n, max_pages] likewise.
+        """
+        lengths = torch.zeros(self.most, dtype=torch.int32)
+        lengths[: len(seq_lens)] = seq_lens
+        self._words.write(torch.cat([lengths, page_table.flatten()]))
+
+    def used(self) -> None:
+        """Note that the current stream has been given what reads the memory."""
+        self._words.used()

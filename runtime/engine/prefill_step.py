@@ -1,4 +1,7 @@
-"""Computing prompts: chunks of several requests at once, from graphs captured by their tokens."""
+"""Computing prompts: chunks of several requests at once, from graphs captured by their tokens.
+
+Texts decode a token more in the same call, so that steps with prompts read the weights once.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from ostinato.graphs.declared_memory import DeclaredMemory
 from .. import ops
 from ..models import AttentionInputs, Decoder, PagedKVCache
 from .capture_examples import CaptureExamples, integers
+from .decode_step import DecodeRows, SeenTokens
 from .engine_sizes import EngineSizes
 from .logprobs import MOST_LOGPROBS, HostLogprobs
-from .prefill_batch import PrefillBatch
+from .prefill_batch import PrefillBatch, TextBatch
 from .scheduler import PrefillChunk
 from .upload import upload
 
@@ -50,11 +54,14 @@ def prefill_sizes(most: int) -> tuple[int, ...]:
 class PrefillStep:
     """A step function for `GraphRunner`, with a row for each token: embed and decode, sample not.
 
-    Outputs `x` and `residual`, [tokens, hidden_size] each, for `Decoder.logits`.
+    The rows of texts, one each, come before those of prompts. Outputs `x` and `residual`,
+    [tokens, hidden_size] each, for `Decoder.logits`.
 
     Args:
         model, cache: what the step runs on.
-        prefill_batch: whose tokens they are.
+        seen: where the tokens of texts are marked.
+        text_batch: the texts.
+        prefill_batch: whose tokens the others are.
         max_chunk: tokens of the largest chunk.
         max_tokens_k: of the sequences that a call computes, as of `ops.paged_attention`.
         capture_examples: where the examples of a verification read and write.
@@ -64,6 +71,8 @@ class PrefillStep:
         self,
         model: Decoder,
         cache: PagedKVCache,
+        seen: SeenTokens,
+        text_batch: TextBatch,
         prefill_batch: PrefillBatch,
         max_chunk: int,
         max_tokens_k: int | None,
@@ -71,6 +80,8 @@ class PrefillStep:
     ) -> None:
         self._model = model
         self._cache = cache
+        self._seen = seen
+        self._text_batch = text_batch
         self._prefill_batch = prefill_batch
         self._max_chunk = max_chunk
         self._max_tokens_k = max_tokens_k
@@ -83,6 +94,10 @@ class PrefillStep:
             "tokens": BufferSpec((), torch.int64, 0, integers(0, vocab_size)),
             "positions": BufferSpec((), torch.int32, 0, integers(0, length)),
             "slot_mapping": BufferSpec((), torch.int64, -1, self._capture_examples.slot_mapping),
+            # Tokens of prompts are marked when a request gets its slot.
+            "slots": BufferSpec(
+                (), torch.int64, self._seen.padding_slot, integers(0, self._seen.padding_slot + 1)
+            ),
         }
 
     def memory(self) -> DeclaredMemory:
@@ -90,6 +105,8 @@ class PrefillStep:
         return {
             "model": tuple(self._model.tensors()),
             "cache": self._cache.tensors(),
+            "seen": self._seen.mask,
+            "text_batch": self._text_batch.memory,
             "prefill_batch": self._prefill_batch.memory,
         }
 
@@ -106,21 +123,25 @@ class PrefillStep:
             # The capacity, not this call's maximum: shapes must not depend on the neighbours.
             max_seqlen_q=self._max_chunk,
             max_tokens_k=self._max_tokens_k,
+            texts=self._text_batch.first(batch.size),
         )
         x, residual = self._model.hidden(
-            batch.tokens, batch.positions, attention, self._cache, n_active=batch.n_active
+            *(batch.tokens, batch.positions, attention, self._cache),
+            n_active=batch.n_active,
+            seen=self._seen.rows(batch.slots),
         )
         return {"x": x, "residual": residual}
 
 
 class Prefill:
-    """Appends chunks of prompts to the cache.
+    """Appends chunks of prompts, and tokens of texts, to the cache.
 
     On a CPU, where there are no launches to save, nothing is captured: the step is called on just
     the tokens there are.
 
     Args:
         model, cache: what it runs on.
+        seen: where the tokens of texts are marked.
         sizes: of the engine.
         max_chunk: tokens of the largest chunk.
         capture_examples: as of `PrefillStep`.
@@ -131,6 +152,7 @@ class Prefill:
         self,
         model: Decoder,
         cache: PagedKVCache,
+        seen: SeenTokens,
         *,
         sizes: EngineSizes,
         max_chunk: int,
@@ -140,7 +162,8 @@ class Prefill:
         self._model = model
         self._cache = cache
         self._max_pages = sizes.max_pages
-        self._max_tokens = sizes.max_tokens
+        self._padding_slot = seen.padding_slot
+        self._max_rows = sizes.max_rows
         self._max_tokens_k = sizes.max_tokens_k
         self._max_chunk = max_chunk
         self._capture_examples = capture_examples
@@ -148,12 +171,14 @@ class Prefill:
         # matter to the bits of a prompt whether its chunks are computed together.
         most = min(sizes.max_chunks, sizes.max_tokens)
         self._prefill_batch = PrefillBatch(most, sizes.max_pages, model.device)
+        self._text_batch = TextBatch(sizes.max_batch, sizes.max_pages, model.device)
         self._step = PrefillStep(
-            model, cache, self._prefill_batch, max_chunk, sizes.max_tokens_k, capture_examples
+            *(model, cache, seen, self._text_batch, self._prefill_batch),
+            *(max_chunk, sizes.max_tokens_k, capture_examples),
         )
         self._runner: GraphRunner[dict[str, torch.Tensor]] | None = None
         if model.device.type != "cpu":
-            buffers = StaticBuffers(self._step.buffer_specs(), sizes.max_tokens, model.device)
+            buffers = StaticBuffers(self._step.buffer_specs(), sizes.max_rows, model.device)
             self._runner = GraphRunner(self._step, buffers, memory=self._step.memory(), group=group)
 
     def capture(self, *, progress: bool, verify: bool, wakes: bool = False) -> CaptureReport | None:
@@ -172,19 +197,26 @@ class Prefill:
             self._write_examples()
         if wakes:
             return self._runner.wake(progress=progress, verify=verify)
-        sizes = {PREFILL: prefill_sizes(self._max_tokens)}
+        sizes = {PREFILL: prefill_sizes(self._max_rows)}
         return self._runner.capture(sizes, progress=progress, verify=verify)
 
     def _write_examples(self) -> None:
-        """Write sequences of chunks of many sizes, each at the end of a text of some length."""
+        """Write texts, and sequences of chunks of many sizes, each at the end of some tokens."""
         generator = torch.Generator().manual_seed(0)
         count = self._prefill_batch.most
         capacity = self._max_pages * self._cache.page_size
         longest = min(capacity, _LONGEST_EXAMPLE)
+        # Both are in each graph.
+        texts = min(self._text_batch.most, prefill_sizes(self._max_rows)[0] // 2)
+        self._text_batch.write(
+            torch.randint(1, longest + 1, (texts,), generator=generator).int(),
+            self._capture_examples.page_table(generator, (texts, self._max_pages)).int(),
+        )
+        max_tokens = self._max_rows - texts
         largest = min(self._max_chunk, longest)
         rows = (largest ** torch.rand(count, generator=generator)).int()
         # Each token belongs to one of them.
-        missing = max(0, self._max_tokens - int(rows.sum()))
+        missing = max(0, max_tokens - int(rows.sum()))
         for last in range(count - 1, -1, -1):
             more = min(missing, largest - int(rows[last]))
             rows[last] += more
@@ -193,11 +225,11 @@ class Prefill:
         if self._max_tokens_k is not None:
             # The first of these, as far as there is room beside the rows; those of sequences that
             # begin behind the last token do not count.
-            counted = rows[rows.cumsum(0) - rows < self._max_tokens]
+            counted = rows[rows.cumsum(0) - rows < max_tokens]
             room = self._max_tokens_k - int(counted.sum())
             before = before.where(before.cumsum(0) <= room, 0)
         self._prefill_batch.write(
-            [0, *rows.cumsum(0).tolist()],
+            [texts, *(texts + rows.cumsum(0)).tolist()],
             (before + rows).tolist(),
             self._capture_examples.page_table(generator, (count, self._max_pages)).int(),
         )
@@ -217,34 +249,41 @@ class Prefill:
         if self._runner is not None:
             self._runner.close()
 
-    def compute(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
-        """Compute the chunks, and return the logits [R, vocab_size] of the R prompts that end.
+    def compute(self, chunks: Sequence[PrefillChunk], texts: DecodeRows) -> torch.Tensor:
+        """Compute chunks and texts, and return logits [R, vocab_size].
 
-        Chunks of one prompt come in their order.
+        They are those of each text, and of each prompt that ends. Chunks of one prompt come in
+        their order.
         """
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        cu_seqlens = [0]
-        last_rows = []
+        beside = len(texts.positions)
+        cu_seqlens = [beside]
+        last_rows = list(range(beside))
         for chunk in chunks:
             tokens += chunk.request.prompt[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
             slots += self._cache.slots(chunk.request.id, chunk.start, chunk.stop)
-            cu_seqlens.append(len(tokens))
+            cu_seqlens.append(beside + len(tokens))
             if chunk.ends_prompt:
-                last_rows.append(len(tokens) - 1)
+                last_rows.append(beside + len(tokens) - 1)
+        self._text_batch.write(texts.seq_lens, texts.page_table)
         self._prefill_batch.write(
             cu_seqlens,
             [chunk.stop for chunk in chunks],
             self._cache.page_table([chunk.request.id for chunk in chunks], self._max_pages),
         )
+        new = torch.tensor(tokens)
         inputs = {
-            "tokens": torch.tensor(tokens),
-            "positions": torch.tensor(positions, dtype=torch.int32),
-            "slot_mapping": torch.tensor(slots),
+            # Those of texts may not have been read yet.
+            "tokens": torch.cat([texts.tokens, upload(new, texts.tokens.device)]),
+            "positions": torch.cat([texts.positions, torch.tensor(positions, dtype=torch.int32)]),
+            "slot_mapping": torch.cat([texts.slot_mapping, torch.tensor(slots)]),
+            "slots": torch.cat([texts.slots, torch.full_like(new, self._padding_slot)]),
         }
-        hidden = self._run(len(tokens), inputs)
+        hidden = self._run(beside + len(tokens), inputs)
+        self._text_batch.used()
         self._prefill_batch.used()
         for chunk, first in zip(chunks, cu_seqlens, strict=False):
             if chunk.request.sampling_params.prompt_logprobs is not None:

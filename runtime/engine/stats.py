@@ -31,9 +31,10 @@ class StepTimes(deque[float]):
 class EngineStats:
     """Counts and times since the engine was made.
 
-    `prefill_seconds` and `decode_seconds` are wall-clock times of the steps of each kind;
-    `decode_tokens` counts the tokens that were handed out behind each text's first;
-    `failed_requests` those that ended with `FinishReason.ERROR`.
+    `prefill_seconds` and `decode_seconds` are wall-clock times of the steps that compute prompts
+    and of those that decode; a step that does both has its time in both. `decode_tokens` counts the
+    tokens that were handed out behind each text's first; `failed_requests` those that ended with
+    `FinishReason.ERROR`.
     """
 
     prefill_seconds: StepTimes = field(default_factory=StepTimes)

@@ -5,7 +5,7 @@ from .block_linear import BlockFP8Linear
 from .cache import PagedKVCache, SwappedSequence
 from .config import ModelConfig
 from .config_fields import UnsupportedModelError
-from .decoder import AttentionInputs, Decoder, SeenRows
+from .decoder import AttentionInputs, Decoder, SeenRows, TextRows
 from .experts.config import ExpertsConfig
 from .experts.products import BlockFP8Experts, DenseExperts, Experts, W8A8Experts
 from .joined_linear import JoinedLinear
@@ -40,6 +40,7 @@ __all__ = [
     "ScaleKind",
     "SeenRows",
     "SwappedSequence",
+    "TextRows",
     "UnsupportedModelError",
     "W8A8Experts",
     "W8A8Linear",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -124,17 +125,8 @@ class Attention:
         layer = cache.layer(index)
         k_scale, v_scale = layer.stored_scales
         window = config.sliding_windows[index]
-        # Given, it is not zeroed for the sake of rows that belong to no sequence.
-        out = torch.empty_like(q)
-        ops.paged_attention(
-            q,
-            layer.k,
-            layer.v,
-            inputs.page_table,
-            inputs.seq_lens,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            max_seqlen_q=inputs.max_seqlen_q,
-            max_tokens_k=inputs.max_tokens_k,
+        attend = partial(
+            ops.paged_attention,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             # A window of w keys counts the query's own position; the op counts those before it.
@@ -144,6 +136,23 @@ class Attention:
             v_scale=v_scale,
             batch_invariant=batch_invariant,
             l2_partition=cache.l2_partition,
+        )
+        # Given, it is not zeroed for the sake of rows that belong to no sequence.
+        out = torch.empty_like(q)
+        if inputs.texts is not None:
+            # First: it writes to rows of prompts, too, where there are fewer texts.
+            table, lens = inputs.texts.page_table, inputs.texts.seq_lens
+            rows = slice(len(lens))
+            attend(q[rows], layer.k, layer.v, table, lens, out=out[rows])
+        attend(
+            q,
+            layer.k,
+            layer.v,
+            inputs.page_table,
+            inputs.seq_lens,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            max_seqlen_q=inputs.max_seqlen_q,
+            max_tokens_k=inputs.max_tokens_k,
             out=out,
         )
         return out.flatten(1)

@@ -19,6 +19,18 @@ from .kv_format import KVFormat, KVScales
 from .layers import Linear, Sampling
 
 
+@dataclass(frozen=True)
+class TextRows:
+    """Sequences of which a call has one token each, in its first R rows, on the model's device.
+
+    `page_table` [R, P] int32, `seq_lens` [R] int32: as of `AttentionInputs`. A row whose length is
+    0 belongs to none of them.
+    """
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+
 @dataclass
 class AttentionInputs:
     """Places of this call's tokens in the paged KV cache; all tensors on the model's device.
@@ -27,6 +39,8 @@ class AttentionInputs:
     `page_table` [B, P] int32, `seq_lens` [B] int32: KV length including this call's tokens.
     `cu_seqlens_q` [B + 1] int32: row offsets of the sequences; None when every sequence has
     exactly `max_seqlen_q` tokens, as in decode. `max_tokens_k`: as of `ops.paged_attention`.
+    `texts`: more sequences, whose tokens have rows before those of `cu_seqlens_q`. Their bits are
+    those of a call of their own.
     """
 
     slot_mapping: torch.Tensor
@@ -35,6 +49,7 @@ class AttentionInputs:
     cu_seqlens_q: torch.Tensor | None = None
     max_seqlen_q: int = 1
     max_tokens_k: int | None = None
+    texts: TextRows | None = None
 
 
 @dataclass(frozen=True)

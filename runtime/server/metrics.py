@@ -75,7 +75,7 @@ class Metrics:
 # Of an engine: the name, whether it only grows, and what it is.
 _ENGINE = (
     ("decode_tokens", True, "Tokens decoded behind each text's first."),
-    ("decode_steps", True, "Decode steps."),
+    ("decode_steps", True, "Steps that decoded; some of them computed prompts, too."),
     ("decode_seconds", True, "Seconds of them, each from the end of the step before."),
     ("prefill_tokens", True, "Prompt tokens computed."),
     ("prefill_steps", True, "Steps that computed prompts."),

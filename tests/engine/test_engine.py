@@ -179,7 +179,7 @@ def test_every_step_of_a_prompt_is_timed(most: int, steps: int) -> None:
 
 
 def test_texts_go_on_in_every_step_while_a_long_prompt_comes() -> None:
-    engine = make_engine(prefill_chunk=8, max_prefill_tokens=64)
+    engine = make_engine(prefill_chunk=8, max_prefill_tokens=68)  # a quarter: 16 and the text's
     growing = engine.submit("abc", SamplingParams(max_tokens=60, ignore_eos=True))
     while not engine.step():
         pass
@@ -194,7 +194,7 @@ def test_texts_go_on_in_every_step_while_a_long_prompt_comes() -> None:
 
 
 def test_more_prompts_than_texts_have_whole_steps() -> None:
-    engine = make_engine(prefill_chunk=8, max_prefill_tokens=64)
+    engine = make_engine(prefill_chunk=8, max_prefill_tokens=65)  # the text's among them
     engine.submit("abc", SamplingParams(max_tokens=60, ignore_eos=True))
     while not engine.step():
         pass

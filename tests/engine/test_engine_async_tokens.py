@@ -40,7 +40,7 @@ def test_on_the_cpu_a_launch_takes_no_time_of_the_one_behind_it(
     seconds: list[float] = []
     for started, ended in ((1.0, 3.0), (4.0, 9.0), (9.0, 10.0)):
         now = ended  # the step has run when its launch is added
-        flight.add([], torch.empty(0, dtype=torch.int64), seconds, started)
+        flight.add([], torch.empty(0, dtype=torch.int64), [seconds], started)
         now += 0.5
         flight.read(lambda *_: None, max(0, len(flight) - 1))
     flight.read(lambda *_: None)
@@ -61,7 +61,7 @@ def test_work_that_samples_nothing_is_waited_for_and_timed(device: torch.device)
     flight = AsyncTokens(device)
     sampled = add(flight, torch.arange(2, device=device))
     seconds: list[float] = []
-    flight.add([], torch.empty(0, dtype=torch.int64, device=device), seconds, 0.0)
+    flight.add([], torch.empty(0, dtype=torch.int64, device=device), [seconds], 0.0)
     assert flight.last_tokens(sampled).tolist() == [0, 1]
     read: list[tuple[Any, int]] = []
     flight.read(lambda request, token, _: read.append((request, token)))

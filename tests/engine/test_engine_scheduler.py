@@ -151,6 +151,16 @@ def test_texts_wait_for_part_of_a_steps_tokens(
     assert sum(stop - start for _, start, stop in done) == tokens
 
 
+def test_tokens_of_texts_beside_prompts_count() -> None:
+    scheduler = make_scheduler(pages=40, chunk=8)
+    for number in range(2):
+        scheduler.submit(make_request(number, prompt=24, new_tokens=1))
+    scheduler.admit()
+    for beside, tokens in ((0, 32), (1, 24), (17, 8), (100, 8)):
+        chunks = scheduler.prefill_chunks(32, beside)
+        assert sum(chunk.stop - chunk.start for chunk in chunks) == tokens
+
+
 def test_a_step_sees_as_many_tokens_as_there_is_room_for() -> None:
     """Each chunk, or those that are computed as one, all before its end; one has room always."""
     for unit, first in ((4, [(0, 0, 8), (1, 0, 8), (2, 0, 8)]), (8, [(0, 0, 8), (1, 0, 8)])):

@@ -207,11 +207,17 @@ def pages(
         )
 
 
-def offsets(name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> list[int]:
-    """Return cu_seqlens, checked to rise from 0 to at most `total` by at most `max_seqlen` each."""
+def offsets(
+    name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int, *, from_zero: bool = True
+) -> list[int]:
+    """Return cu_seqlens, checked to rise from 0 to at most `total` by at most `max_seqlen` each.
+
+    Without `from_zero` rows in front may belong to no sequence, too.
+    """
     bounds: list[int] = cu_seqlens.tolist()
-    if bounds[0] != 0:
-        raise ValueError(f"{name}: got {bounds[0]} first, expected 0")
+    if bounds[0] < 0 or (from_zero and bounds[0]):
+        least = "0" if from_zero else "at least 0"
+        raise ValueError(f"{name}: got {bounds[0]} first, expected {least}")
     for b, (start, stop) in enumerate(pairwise(bounds)):
         if not 0 <= stop - start <= max_seqlen:
             raise ValueError(

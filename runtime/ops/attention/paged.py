@@ -67,8 +67,9 @@ def paged_attention(
         page_table: [batch, max_pages] int32, the page ids of each sequence.
         seq_lens: [batch] int32, each sequence's tokens in the cache, those of this call's q
             included; clamped to 0 .. max_pages * page_size.
-        cu_seqlens_q: [batch + 1] int32, where each sequence's rows of q begin and end; None: each
-            sequence has exactly `max_seqlen_q` rows.
+        cu_seqlens_q: [batch + 1] int32, where each sequence's rows of q begin and end; rows in
+            front of the first and behind the last belong to none, and of a given `out` they are
+            not written. None: each sequence has exactly `max_seqlen_q` rows.
         max_seqlen_q: capacity, the most rows of q that one sequence may have.
         max_tokens_k: capacity, the most tokens that all sequences which have queries have together;
             None: batch * max_pages * page_size. On CUDA the workspace of more queries than decode
@@ -194,7 +195,9 @@ def _paged_attention(
     if on_cpu or check_bounds:
         bounds = [b * max_seqlen_q for b in range(batch + 1)]
         if cu_seqlens_q is not None:
-            bounds = attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
+            bounds = attention_checks.offsets(
+                "cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q, from_zero=False
+            )
         if check_bounds:
             q_lens = [stop - start for start, stop in pairwise(bounds)]
             attention_checks.pages(k_cache, page_table, seq_lens, q_lens, rule, max_tokens_k)

@@ -1,4 +1,4 @@
-"""The first token of a text, sampled from its prompt's last logits."""
+"""The tokens that a step with prompts samples: texts' next ones, and the first of what ends."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from .request import Request
 from .upload import upload
 
 
-def first_tokens(
+def sampled_tokens(
     requests: Sequence[Request],
+    last_tokens: torch.Tensor,
     logits: torch.Tensor,
     seen: SeenTokens,
     processing: LogitsProcessing | None,
 ) -> tuple[torch.Tensor, ops.RowLogprobs | None]:
-    """Return the first token [n] int64 of each request, and log-probabilities if one wants some.
+    """Return the next token [n] int64 of each request, and log-probabilities if one wants some.
+
+    They are those that a captured decode step would sample.
 
     Args:
         requests: [n] in slots.
+        last_tokens: [m] int64, what the first m of them sampled last; the others have no token yet.
         logits: [n, vocab_size] fp32, a row for each.
-        seen: the tokens of their prompts.
+        seen: the tokens of their prompts and texts.
         processing: of an engine that processes logits.
     """
     device = logits.device
@@ -35,9 +39,10 @@ def first_tokens(
     inputs = sampling_inputs(requests, device)
     if processing is not None and any(request.needs_processing for request in requests):
         processing.write_masks(requests)
-        none = torch.zeros_like(slots)  # of a text that has no token yet
+        last = torch.zeros_like(slots)
+        last[: len(last_tokens)] = last_tokens
         return processing.sample(
-            logits, slots=slots, tokens=none, seen=seen.mask, counters=counters, **inputs
+            logits, slots=slots, tokens=last, seen=seen.mask, counters=counters, **inputs
         )
     tokens = ops.sample(logits, seen=seen.mask, seen_rows=slots, counters=counters, **inputs)
     return tokens, None
