@@ -103,7 +103,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=8192,
         metavar="N",
-        help="prompt tokens of one step; a quarter of them beside as many texts (default 8192)",
+        help="tokens of a step with prompts; a quarter of them beside as many texts (default 8192)",
     )
     add_kv_cache_flags(group)
     add_rank_flags(group)

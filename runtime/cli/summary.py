@@ -58,10 +58,11 @@ class Summary:
     Args:
         prefill: steps that computed prompts or parts of them; where a prompt ends, its text gets
             its first token.
-        decode: captured steps; each gives one token to every text it serves.
+        decode: steps that gave one token more to every text they served. Those that did both count
+            in both.
         seconds: wall clock from the first prompt to the last token.
         tokens: generated.
-        padding_rows: rows that replays computed for nothing.
+        padding_rows: rows that replays of decode steps computed for nothing.
         padding_waste: the same as a fraction of all rows computed.
         preemptions: how often a text had to wait because KV pages had run out.
     """

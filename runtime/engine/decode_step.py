@@ -84,7 +84,8 @@ class DecodeStep:
         processing: of the variant `PROCESSED`; without it there is none.
 
     Attributes:
-        asking: the requests of the last `inputs` for some of whose steps logits are processed.
+        asking: the requests of the last `inputs` or `rows`, for some of whose steps logits are
+            processed.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class DecodeStep:
         self.max_pages = max_pages
         self._capture_examples = capture_examples
         self._pages = _PageRows(cache, seen.padding_slot, max_pages)
-        self._constants_of: list[tuple[int, int]] = []
+        self._constants_of: list[tuple[int, int]] | None = None
         self._constants: dict[str, object] = {}
         self.asking: list[Request] = []
         self._slots = torch.empty(0, dtype=torch.int64)
@@ -250,7 +251,7 @@ class DecodeStep:
         key = [(request.id, request.slot) for request in requests]
         if key != self._constants_of:
             slots = torch.tensor([request.slot for request in requests], dtype=torch.int64)
-            self._constants_of = []  # until all of them are there
+            self._constants_of = None  # until all of them are there
             self._constants = {"slots": slots, **sampling_inputs(requests)}
             self.asking = [request for request in requests if request.processes_logits]
             self._slots, self._constants_of = slots, key

@@ -146,7 +146,7 @@ class Engine:
             self.grammars = GrammarCompiler(tokenizer, vocab_size, model.config.eos_token_ids)
         # For examples: a page table without repetitions, and slots enough for all tokens.
         self._capture_examples = CaptureExamples(
-            self.cache, sizes.max_pages + self.cache.pages_for(sizes.max_rows)
+            self.cache, sizes.max_pages + self.cache.pages_for(sizes.max_tokens)
         )
         self._decode = DecodeStep(
             *(model, self.cache, self._seen, sizes.max_pages),
@@ -179,6 +179,7 @@ class Engine:
         )
         self._launches = Launches(
             *(self.runner, self._decode, self._prefill),
+            model=model,
             seen=self._seen,
             processing=self._processing,
             scheduler=self._scheduler,
@@ -210,11 +211,11 @@ class Engine:
         """Capture the decode step for each batch size, and prompts; see `GraphRunner.capture`.
 
         A step with more requests than the largest size is served in parts. On CUDA what computes
-        prompts is captured for some numbers of tokens up to the most of a step; in the report these
-        graphs are of the variant "prefill", and come first; steps that process logits are of the
-        variant "processed". Its notes say which ops run on kernels and which on torch's operators,
-        and how the KV cache stores numbers. Verification works on free pages of the cache, filled
-        with random numbers.
+        prompts, and texts beside them, is captured for some numbers of tokens up to the most of a
+        step; in the report these graphs are of the variant "prefill", and come first; steps that
+        process logits are of the variant "processed". Its notes say which ops run on kernels and
+        which on torch's operators, and how the KV cache stores numbers. Verification works on free
+        pages of the cache, filled with random numbers.
 
         Raises:
             RuntimeError: while requests are running.

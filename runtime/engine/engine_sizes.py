@@ -23,8 +23,7 @@ class EngineSizes:
     Attributes:
         kv_format: of the KV cache.
         max_pages: of a sequence.
-        max_tokens: of prompts, in one step.
-        max_rows: of a step with prompts, which has texts' tokens as well.
+        max_tokens: of one step with prompts, those of texts among them.
         max_tokens_k: that these prompts have together, as of `ops.paged_attention`; None: as many
             as they have.
         sharing_unit: as of `Scheduler`.
@@ -41,10 +40,6 @@ class EngineSizes:
     max_tokens: int
     max_tokens_k: int | None
     sharing_unit: int
-
-    @property
-    def max_rows(self) -> int:
-        return self.max_tokens + self.max_batch
 
     @property
     def max_chunks(self) -> int:
@@ -105,7 +100,8 @@ class EngineSizes:
         }
         num_pages = calls.agree(num_pages, options)
         longest = max_context - 1  # of a prompt
-        max_tokens = max(max_prefill_tokens, min(prefill_chunk, longest))
+        # The first chunk is computed whatever its size, and whatever texts there are.
+        max_tokens = max(max_prefill_tokens, min(prefill_chunk, longest) + max_batch)
         return EngineSizes(
             *(max_batch, max_context, page_size, num_pages, prefill_chunk, max_prefill_tokens),
             kv_format=cache_format,

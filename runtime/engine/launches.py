@@ -10,7 +10,7 @@ import torch
 from ostinato.graphs import GraphRunner
 
 from .. import ops
-from ..models import PagedKVCache
+from ..models import Decoder, PagedKVCache
 from .async_tokens import Accept, AsyncTokens
 from .decode_step import DecodeStep, SeenTokens
 from .logits_processing import PROCESSED, LogitsProcessing
@@ -28,6 +28,7 @@ class Launches:
     Args:
         runner, decode: of the decode step.
         prefill: of prompts.
+        model: what they run on.
         seen, processing: per-slot state.
         scheduler: is told what was computed.
         cache: of keys and values.
@@ -42,6 +43,7 @@ class Launches:
         decode: DecodeStep,
         prefill: Prefill,
         *,
+        model: Decoder,
         seen: SeenTokens,
         processing: LogitsProcessing | None,
         scheduler: Scheduler,
@@ -53,6 +55,7 @@ class Launches:
         self._runner = runner
         self._decode = decode
         self._prefill = prefill
+        self._model = model
         self._seen = seen
         self._processing = processing
         self._scheduler = scheduler
@@ -108,12 +111,12 @@ class Launches:
         started = time.perf_counter()
         self._calls.launched([*texts, *(chunk.request for chunk in chunks)], self._cache)
         last_tokens = self._async_tokens.last_tokens(texts)
-        logits = self._prefill.compute(chunks, self._decode.rows(texts, last_tokens))
+        hidden = self._prefill.compute(chunks, self._decode.rows(texts, last_tokens))
         sampled = [*texts, *(chunk.request for chunk in chunks if chunk.ends_prompt)]
         # Chunks that end no prompt are launches, too: the host waits for them as for any other,
         # and so is one step ahead of the device at most.
         tokens, logprobs = sampled_tokens(
-            sampled, last_tokens, logits, self._seen, self._processing
+            *(self._model, hidden, sampled, last_tokens, self._seen, self._processing)
         )
         seconds = [self._stats.prefill_seconds, *([self._stats.decode_seconds] if texts else [])]
         self._async_tokens.add(sampled, tokens, seconds, started, logprobs)

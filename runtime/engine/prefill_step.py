@@ -163,7 +163,7 @@ class Prefill:
         self._cache = cache
         self._max_pages = sizes.max_pages
         self._padding_slot = seen.padding_slot
-        self._max_rows = sizes.max_rows
+        self._max_tokens = sizes.max_tokens
         self._max_tokens_k = sizes.max_tokens_k
         self._max_chunk = max_chunk
         self._capture_examples = capture_examples
@@ -178,7 +178,7 @@ class Prefill:
         )
         self._runner: GraphRunner[dict[str, torch.Tensor]] | None = None
         if model.device.type != "cpu":
-            buffers = StaticBuffers(self._step.buffer_specs(), sizes.max_rows, model.device)
+            buffers = StaticBuffers(self._step.buffer_specs(), sizes.max_tokens, model.device)
             self._runner = GraphRunner(self._step, buffers, memory=self._step.memory(), group=group)
 
     def capture(self, *, progress: bool, verify: bool, wakes: bool = False) -> CaptureReport | None:
@@ -197,7 +197,7 @@ class Prefill:
             self._write_examples()
         if wakes:
             return self._runner.wake(progress=progress, verify=verify)
-        sizes = {PREFILL: prefill_sizes(self._max_rows)}
+        sizes = {PREFILL: prefill_sizes(self._max_tokens)}
         return self._runner.capture(sizes, progress=progress, verify=verify)
 
     def _write_examples(self) -> None:
@@ -207,16 +207,16 @@ class Prefill:
         capacity = self._max_pages * self._cache.page_size
         longest = min(capacity, _LONGEST_EXAMPLE)
         # Both are in each graph.
-        texts = min(self._text_batch.most, prefill_sizes(self._max_rows)[0] // 2)
+        texts = min(self._text_batch.most, prefill_sizes(self._max_tokens)[0] // 2)
         self._text_batch.write(
             torch.randint(1, longest + 1, (texts,), generator=generator).int(),
             self._capture_examples.page_table(generator, (texts, self._max_pages)).int(),
         )
-        max_tokens = self._max_rows - texts
+        missing = self._max_tokens - texts
         largest = min(self._max_chunk, longest)
         rows = (largest ** torch.rand(count, generator=generator)).int()
         # Each token belongs to one of them.
-        missing = max(0, max_tokens - int(rows.sum()))
+        missing = max(0, missing - int(rows.sum()))
         for last in range(count - 1, -1, -1):
             more = min(missing, largest - int(rows[last]))
             rows[last] += more
@@ -225,7 +225,7 @@ class Prefill:
         if self._max_tokens_k is not None:
             # The first of these, as far as there is room beside the rows; those of sequences that
             # begin behind the last token do not count.
-            counted = rows[rows.cumsum(0) - rows < max_tokens]
+            counted = rows[texts + rows.cumsum(0) - rows < self._max_tokens]
             room = self._max_tokens_k - int(counted.sum())
             before = before.where(before.cumsum(0) <= room, 0)
         self._prefill_batch.write(
@@ -249,11 +249,13 @@ class Prefill:
         if self._runner is not None:
             self._runner.close()
 
-    def compute(self, chunks: Sequence[PrefillChunk], texts: DecodeRows) -> torch.Tensor:
-        """Compute chunks and texts, and return logits [R, vocab_size].
+    def compute(
+        self, chunks: Sequence[PrefillChunk], texts: DecodeRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute chunks and texts, and return what logits are of, [R, hidden_size] each.
 
-        They are those of each text, and of each prompt that ends. Chunks of one prompt come in
-        their order.
+        Their rows are those of each text, then of each prompt that ends. Chunks of one prompt come
+        in their order.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -289,7 +291,7 @@ class Prefill:
             if chunk.request.sampling_params.prompt_logprobs is not None:
                 chunk.request.prompt_rows[chunk.start] = self._prompt_rows(chunk, first, hidden)
         rows = upload(torch.tensor(last_rows, dtype=torch.int64), self._model.device)
-        return self._model.logits(hidden["x"][rows], hidden["residual"][rows])
+        return hidden["x"][rows], hidden["residual"][rows]
 
     def _prompt_rows(
         self, chunk: PrefillChunk, first: int, hidden: dict[str, torch.Tensor]

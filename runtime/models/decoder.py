@@ -39,8 +39,7 @@ class AttentionInputs:
     `page_table` [B, P] int32, `seq_lens` [B] int32: KV length including this call's tokens.
     `cu_seqlens_q` [B + 1] int32: row offsets of the sequences; None when every sequence has
     exactly `max_seqlen_q` tokens, as in decode. `max_tokens_k`: as of `ops.paged_attention`.
-    `texts`: more sequences, whose tokens have rows before those of `cu_seqlens_q`. Their bits are
-    those of a call of their own.
+    `texts`: more sequences, whose tokens have rows before those of `cu_seqlens_q`.
     """
 
     slot_mapping: torch.Tensor
@@ -174,9 +173,18 @@ class Decoder(Protocol):
         """
 
     def logits(
-        self, x: torch.Tensor, residual: torch.Tensor, *, n_active: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        *,
+        sampling: Sampling | None = None,
+        n_active: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return next-token logits [R, vocab_size] fp32 of R rows of what `hidden` returned."""
+        """Return next-token logits [R, vocab_size] fp32 of R rows of what `hidden` returned.
+
+        With `sampling` of these rows, those of greedy ones may be before their softcap, as those of
+        `logits_to_sample`.
+        """
 
     def logits_to_sample(
         self,

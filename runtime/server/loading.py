@@ -42,7 +42,7 @@ class EngineOptions:
         memory_fraction: of a GPU's free memory that the KV cache may take.
         kv_cache_dtype, kv_scales: of the KV cache.
         capture_sizes: batch sizes to capture; by default chosen up to `max_batch`.
-        max_prefill_tokens: prompt tokens of one step, a quarter of them beside as many texts.
+        max_prefill_tokens: tokens of one step with prompts; a quarter of them beside as many texts.
         verify: whether replays are compared with the step after capture.
         progress: whether capture shows its progress.
         ranks: the processes that serve the model, with `communicator`; None for this one alone.

@@ -193,6 +193,23 @@ def test_texts_go_on_in_every_step_while_a_long_prompt_comes() -> None:
     assert computed == [16, 32, 48, 64, 90]  # the last step takes what is left
 
 
+@pytest.mark.parametrize("cap", [0.0, 1e-3])
+def test_prompts_beside_a_text_change_none_of_its_tokens(cap: float) -> None:
+    """Nor where logits are equal once they are capped, of which the first would be taken."""
+    engine = make_engine(model=tiny_llama(logits_softcap=cap), prefill_chunk=8)
+    expected = greedy(engine, "abc", 20)
+    growing = engine.submit("abc", SamplingParams(max_tokens=20, ignore_eos=True))
+    others = []
+    for length in range(5, 45):
+        others.append(engine.submit("x" * length, SamplingParams(max_tokens=1)))
+        engine.step()
+    while not engine.idle:
+        engine.step()
+    assert engine.result(growing).token_ids == expected
+    assert all(len(engine.result(other).token_ids) == 1 for other in others)
+    assert engine.stats.prefill_seconds.steps >= 20
+
+
 def test_more_prompts_than_texts_have_whole_steps() -> None:
     engine = make_engine(prefill_chunk=8, max_prefill_tokens=65)  # the text's among them
     engine.submit("abc", SamplingParams(max_tokens=60, ignore_eos=True))

@@ -227,11 +227,11 @@ def test_each_token_of_an_example_belongs_to_a_sequence(options: dict[str, Any])
     capacity = views.page_table.size(1) * PAGE_SIZE
     assert rows.min() >= 1
     assert rows.max() <= min(prefill._max_chunk, capacity)
-    assert views.cu_seqlens[-1] >= prefill._max_rows
+    assert views.cu_seqlens[-1] >= prefill._max_tokens
     texts = prefill._text_batch.first(1 << 20)
     count = int(views.cu_seqlens[0])
     # Both are in the smallest graph.
-    assert 0 < count < prefill_sizes(prefill._max_rows)[0]
+    assert 0 < count < prefill_sizes(prefill._max_tokens)[0]
     assert (texts.seq_lens > 0).tolist() == [slot < count for slot in range(len(texts.seq_lens))]
     assert texts.page_table[:count].min() >= 1
     assert (views.seq_lens >= rows).all()
@@ -247,19 +247,19 @@ def test_a_step_has_room_for_chunks_that_are_computed_as_one(
     monkeypatch.setattr(engine_sizes, "sharing_unit", lambda *_: unit)
     prefill = _engine()._prefill
     assert prefill._max_chunk == (4 * 127 if joined else 16)
-    assert prefill._max_rows == 4 * 127 + 4
+    assert prefill._max_tokens == 4 * 127
 
 
 def test_examples_have_no_more_tokens_than_there_is_room_for() -> None:
     engine = _engine(max_batch=40)
     prefill = engine._prefill
-    prefill._max_tokens_k = room = prefill._max_rows + 200
+    prefill._max_tokens_k = room = prefill._max_tokens + 200
     with engine._capture_examples.lent():
         prefill._write_examples()
     views = prefill._prefill_batch.first(1 << 20)
-    with_rows = torch.minimum(views.cu_seqlens, torch.tensor(prefill._max_rows)).diff() > 0
+    with_rows = torch.minimum(views.cu_seqlens, torch.tensor(prefill._max_tokens)).diff() > 0
     tokens = int(views.seq_lens[with_rows].sum())
-    assert prefill._max_rows < tokens <= room
+    assert prefill._max_tokens < tokens <= room
 
 
 def _engine(device: torch.device | str = "cpu", **options: Any) -> Engine:
@@ -271,7 +271,7 @@ def _engine(device: torch.device | str = "cpu", **options: Any) -> Engine:
 def test_graphs_of_prompts_come_first_in_the_report() -> None:
     report = _engine("cuda", prefill_chunk=128).capture([1, 4], progress=False)
     # Four prompts of at most 127 tokens: all but the last of a text.
-    prompts = [Key(size, PREFILL) for size in prefill_sizes(4 * 127 + 4)]
+    prompts = [Key(size, PREFILL) for size in prefill_sizes(4 * 127)]
     assert [graph.key for graph in report.graphs] == [*prompts, Key(1), Key(4)]
     assert {graph.verdict for graph in report.graphs} == {"bit-equal"}
     assert str(report).startswith(f"{len(prompts) + 2} graphs captured on ")
@@ -293,12 +293,12 @@ def test_on_a_cpu_nothing_is_captured_or_padded(monkeypatch: pytest.MonkeyPatch)
 
 
 _MOST = [
-    ({}, 4 * 127 + 4),
-    ({"max_prefill_tokens": 100}, 100 + 4),
-    ({"max_prefill_tokens": 40}, 40 + 4),
+    ({}, 4 * 127),
+    ({"max_prefill_tokens": 100}, 100),
+    ({"max_prefill_tokens": 40}, 40),
     ({"max_prefill_tokens": 3}, 16 + 4),
-    ({"max_context": 10}, 4 * 9 + 4),
-    ({"max_batch": 1, "max_context": 10}, 9 + 1),
+    ({"max_context": 10}, 4 * 9),
+    ({"max_batch": 1, "max_context": 10}, 9),
 ]
 
 

@@ -260,17 +260,37 @@ class Llama(Decoder):
         return self._logits(*self._hidden(tokens, call, seen), n_active)
 
     def logits(
-        self, x: torch.Tensor, residual: torch.Tensor, *, n_active: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        *,
+        sampling: Sampling | None = None,
+        n_active: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._logits(x, residual, n_active)
+        return self._logits(x, residual, n_active, sampling)
 
     def _logits(
-        self, x: Addend, residual: torch.Tensor, n_active: torch.Tensor | None
+        self,
+        x: Addend,
+        residual: torch.Tensor,
+        n_active: torch.Tensor | None,
+        sampling: Sampling | None = None,
     ) -> torch.Tensor:
         logits, _ = self.lm_head.after_norm(x, residual, self.norm, n_active)
-        logits = logits.float()
+        return self._capped(logits.float(), n_active, sampling)
+
+    def _capped(
+        self, logits: torch.Tensor, n_active: torch.Tensor | None, sampling: Sampling | None
+    ) -> torch.Tensor:
+        """Cap logits in place, where the model does and the sampling may depend on it."""
         if self.config.logits_softcap:
-            ops.softcap(logits, self.config.logits_softcap, n_active=n_active)
+            ops.softcap(
+                logits,
+                self.config.logits_softcap,
+                temperature=None if sampling is None else sampling.temperature,
+                repetition_penalty=None if sampling is None else sampling.repetition_penalty,
+                n_active=n_active,
+            )
         return logits
 
     def logits_to_sample(
@@ -286,14 +306,7 @@ class Llama(Decoder):
     ) -> ops.Logits:
         x, residual = self._hidden(tokens, Call(positions, attention, cache, n_active), seen)
         logits = self.lm_head.logits_after_norm(x, residual, self.norm, sampling, n_active)
-        if self.config.logits_softcap:
-            ops.softcap(
-                logits.values,
-                self.config.logits_softcap,
-                temperature=sampling.temperature,
-                repetition_penalty=sampling.repetition_penalty,
-                n_active=n_active,
-            )
+        self._capped(logits.values, n_active, sampling)
         return logits
 
     def hidden(

@@ -78,6 +78,40 @@ def test_error_is_within_twice_torchs(case: PagedCase, device: torch.device) -> 
     torch.testing.assert_close(lse, expected.float(), rtol=1e-5, atol=1e-5)
 
 
+_WIDE = replace(MIXED, dtype=torch.bfloat16, dim=128, page_size=16)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("front", [1, 3, 130])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(MIXED, _WIDE, replace(_WIDE, q_lens=(5, 0, 40, 9, 12), window=(6, -1), sinks=True)),
+        *(replace(_WIDE, cache_dtype=cache, scale_kind="token") for cache in (torch.int8, E4M3)),
+    ],
+    ids=str,
+)
+def test_rows_in_front_of_all_sequences_are_not_written(
+    case: PagedCase, front: int, invariant: bool, device: torch.device
+) -> None:
+    (q, *others), options = case.build(device)
+    options["batch_invariant"] = invariant
+    expected, expected_lse = ops.paged_attention(q, *others, **options, return_lse=True)
+    padded = torch.cat([torch.full_like(q[:1], math.nan).expand(front, -1, -1), q, q[:1]])
+    out = torch.full((len(padded), *expected.shape[1:]), 7.0, dtype=q.dtype, device=device)
+    options["cu_seqlens_q"] = options["cu_seqlens_q"] + front
+    _, lse = ops.paged_attention(padded, *others, **options, out=out, return_lse=True)
+    own = slice(front, front + len(q))
+    if invariant or device.type == "cpu":
+        assert_same_bits(out[own], expected)
+        assert_same_bits(lse[own], expected_lse)
+    else:
+        torch.testing.assert_close(out[own], expected, rtol=2e-2, atol=2e-2)
+    assert (out[:front] == 7).all()
+    assert (out[front + len(q) :] == 7).all()
+    assert (lse[:front] == -math.inf).all()
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_random_combinations(data: st.DataObject) -> None:
