@@ -42,11 +42,12 @@ def sampled_tokens(
     inputs = sampling_inputs(requests, device)
     if processing is not None and any(request.needs_processing for request in requests):
         processing.write_masks(requests)
-        none = torch.zeros(len(requests) - len(last_tokens), dtype=torch.int64, device=device)
+        last = last_tokens if last_tokens.is_cuda else upload(last_tokens, device)
+        none = torch.zeros(len(requests) - len(last), dtype=torch.int64, device=device)
         return processing.sample(
             model.logits(*hidden),
             slots=slots,
-            tokens=torch.cat([upload(last_tokens, device), none]),
+            tokens=torch.cat([last, none]),
             seen=seen.mask,
             counters=counters,
             **inputs,
