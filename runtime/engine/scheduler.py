@@ -124,20 +124,13 @@ class Scheduler:
     def prefill_chunks(self, max_tokens: int, beside: int = 0) -> list[PrefillChunk]:
         """Return the next chunks of unfinished prompts, oldest first, up to `max_tokens`.
 
-<<<<<<< HEAD
+        `beside` tokens of texts are computed with them, and count.
+
         All texts wait for these chunks. So it is a quarter while no fewer texts grow than prompts
         wait. With more prompts than texts, fewer tokens are held up in fewer, longer steps: it is
         all of it, or half while more than two such steps wait, since each lets more texts begin,
         which wait for the next. It is all of it, too, for the last prompts of many, in one step:
         if half is enough for them, and they are an eighth of what runs, or more.
-=======
-        `beside` tokens of texts are computed with them, and count.
-
-        Up to a quarter of it while no fewer texts grow, which all wait for these chunks in every
-        step. More prompts than texts hold up fewer tokens in fewer, longer steps, and so do the
-        last prompts of many: an eighth of what runs, or more, of which half of it is enough. Half
-        of it, too, where two steps are not enough, for each of which more texts would wait.
->>>>>>> ba08b54f (engine: texts decode beside prompts in one call)
 
         Each has one; where tokens are left all have another turn, and another. The first chunk is
         returned whatever its size.
