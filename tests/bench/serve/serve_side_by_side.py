@@ -7,8 +7,8 @@ OURS and THEIRS are documents of `bench serve`, THEIRS with the peer's name and 
 such as vllm_0.33.0. A row of ours with one of theirs of the same case has `peer`, `ratio` (of the
 output tokens per second, ours over theirs), `first_p50_ratio` and `between_p99_ratio`. A row of
 a decode step in the server has that of ENGINE, a document of `bench engine`, as its peer. Notes are
-fields of every row, of what the servers had in common. Rows of other dtypes that F has stay; those
-of another commit name it.
+fields of every row, of what the servers had in common. Rows that F has of other dtypes and cases
+stay; those of another commit name it.
 """
 
 from __future__ import annotations
@@ -81,13 +81,18 @@ def _of_engine(mine: Row, engine: Row | None) -> Row:
     }
 
 
-def kept(file: Path, dtype: str, commit: str) -> list[Row]:
-    """Return the rows of a results file that are of another dtype."""
+def kept(file: Path, rows: Sequence[Row], commit: str) -> list[Row]:
+    """Return the rows of a results file whose dtype or case `rows` do not have."""
     if not file.exists():
         return []
     document = json.loads(file.read_text())
     earlier = {} if document["commit"] == commit else {"commit": document["commit"]}
-    return [earlier | row for row in document["rows"] if row["dtype"] != dtype]
+    new = {(row["dtype"], row["section"], row["case"]) for row in rows}
+    return [
+        earlier | row
+        for row in document["rows"]
+        if (row["dtype"], row["section"], row["case"]) not in new
+    ]
 
 
 def _read(files: Sequence[Path], head: Row | None) -> tuple[Row | None, list[Row]]:
@@ -127,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     assert head is not None
     common = {"dtype": args.dtype, **_notes(args.note)}
     rows = [row | common for row in joined(ours, theirs, engine)]
-    rows = kept(args.out, args.dtype, head["commit"]) + rows
+    rows = kept(args.out, rows, head["commit"]) + rows
     fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     body = ",\n".join("  " + json.dumps(row) for row in rows)
     args.out.write_text("{\n" + "".join(f"{f},\n" for f in fields) + f'"rows": [\n{body}\n]\n}}\n')

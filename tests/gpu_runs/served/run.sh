@@ -32,7 +32,7 @@
 #
 # What comes back in OUT: serve.json, results.json, logs_DTYPE.tar.xz with every document and log.
 # tests/bench/serve/serve_side_by_side.py, which `join` runs, can join the documents again; it keeps
-# the rows of other dtypes that serve.json has.
+# the rows of other dtypes and cases that serve.json has.
 set -u
 H="$(cd "$(dirname "$0")" && pwd)"
 exec python3 "$H/run.py" "$@"
