@@ -50,6 +50,9 @@ class Gate:
         scope["ostinato"] = {"request_id": name}
         answer = _Answer(send, name.encode())
         started = time.monotonic()
+        method = scope["method"]
+        if method == "HEAD":  # the answer to GET, of which uvicorn sends no body
+            scope = {**scope, "method": "GET"}
         try:
             self._check(scope, headers)
             await self._app(scope, self._limited(receive, headers), answer.send)
@@ -61,7 +64,7 @@ class Gate:
                 raise  # uvicorn breaks the connection, which is all that can still be said
             await answer.refuse(ApiError(500, "an internal error", code="internal_error"))
         finally:
-            self._record(scope, answer.status, time.monotonic() - started)
+            self._record(scope, method, answer.status, time.monotonic() - started)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Refuse a request for what its head says.
@@ -126,7 +129,7 @@ class Gate:
             headers={"connection": "close"},
         )
 
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+    def _record(self, scope: Scope, method: str, status: int, seconds: float) -> None:
         route = scope.get("route")
         path = getattr(route, "path", "unknown")
         self._metrics.answers.labels(path, str(status)).inc()
@@ -134,7 +137,7 @@ class Gate:
             "request",
             extra={
                 "fields": {
-                    "method": scope["method"],
+                    "method": method,
                     "route": path,
                     "status": status,
                     "seconds": round(seconds, 6),

@@ -43,6 +43,22 @@ def test_nothing_else_is_open(stranger: Client, path: str) -> None:
     assert stranger.get(path)[0] == 401
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/ready"])
+def test_head_is_answered_as_get_without_a_body(stranger: Client, path: str) -> None:
+    connection = stranger.connect()
+    heads = []
+    # One connection: a body would be taken for the beginning of the next answer.
+    for method in ("HEAD", "GET", "HEAD"):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        heads.append(
+            (answer.status, answer.headers["content-type"], answer.headers["content-length"])
+        )
+        assert bool(answer.read()) == (method == "GET")
+    assert heads[0][0] == 200
+    assert len(set(heads)) == 1
+
+
 def test_files_name_only_each_other() -> None:
     names = {file.name for file in FILES}
     for file in FILES:
