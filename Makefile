@@ -155,13 +155,12 @@ docs: $(VENV)/.docs
 
 install: $(VENV)/.installed
 
-# A strict editable install links each file by name, so it is renewed when a file comes or goes:
-# that is when its folder's time stamp changes.
-SOURCE_FOLDERS := $(shell find runtime graphs csrc -type d -not -name __pycache__)
+# An editable install links the files and folders of runtime/ by name, so it is renewed when one comes
+# or goes: that is when the time stamp of runtime/ changes.
 # The extensions that the install compiles; kernels are compiled on first use.
 EXTENSIONS := $(shell find csrc -name '*.h') csrc/bindings/module.cpp csrc/graphs/module.cpp
 
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(EXTENSIONS) $(SOURCE_FOLDERS)
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(EXTENSIONS) runtime
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import find_packages, setup
+from setuptools.command.editable_wheel import editable_wheel
 from setuptools.command.sdist import sdist
 
 NATIVE = {
@@ -70,8 +71,43 @@ def copy_cutlass(site: Path, to: Path) -> None:
     (to / "version.txt").write_text(f"{package.version}\n", encoding="utf-8")
 
 
+class LinkedFolders(editable_wheel):
+    """Links whole folders where the strict editable install links each file.
+
+    Files that come and go in these are seen at once. Those directly in runtime/ stay linked one by
+    one, since graphs/ and csrc/ have their place beside them.
+    """
+
+    def run(self) -> None:
+        super().run()
+        for tree in Path("build").glob("__editable__.*/ostinato"):
+            link_folder(tree)
+
+
+def link_folder(tree: Path) -> Path | None:
+    """Replace a folder of links by a link to the folder that all of them point into.
+
+    Returns that folder, or None where the links point into several, or something is no link.
+    """
+    targets = {
+        target.parent if target is not None and target.name == entry.name else None
+        for entry in tree.iterdir()
+        for target in [link_folder(entry) if entry.is_dir() else _target(entry)]
+    }
+    if len(targets) != 1 or None in targets:
+        return None
+    (folder,) = targets
+    shutil.rmtree(tree)
+    tree.symlink_to(folder, target_is_directory=True)
+    return folder
+
+
+def _target(file: Path) -> Path | None:
+    return file.resolve() if file.is_symlink() else None
+
+
 setup(
-    cmdclass={"sdist": SdistWithCutlass},
+    cmdclass={"sdist": SdistWithCutlass, "editable_wheel": LinkedFolders},
     project_urls={name: URL + page for name, page in PAGES.items()} if URL else {},
     package_dir=PACKAGE_DIR,
     packages=[
@@ -104,6 +140,6 @@ setup(
         ),
     ],
     # A strict editable install is a tree of links that type checkers and debuggers resolve; the
-    # lenient one hides the folder mapping behind an import hook.
+    # lenient one hides the folder mapping behind an import hook. See LinkedFolders.
     options={"editable_wheel": {"mode": "strict"}},
 )
