@@ -108,8 +108,8 @@ def quantize_checkpoint(
             damaged, NaN or infinite, no regular file, or a link out of the folder; likewise when
             the text cannot be read.
         UnsupportedCheckpointError: when `src` is quantised already, but for a `kv_cache` alone
-            beside weights in compressed-tensors format; or when `ignore` leaves out an output
-            projection tied to the embedding.
+            beside weights in compressed-tensors format; or when `ignore` does not name an
+            output projection that is tied to the embedding.
         UnsupportedModelError: for a model that is not implemented.
         ValueError: for another argument, `dst` existing among them, or a text that is too short or
             that makes keys or values NaN or infinite.

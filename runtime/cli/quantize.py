@@ -16,7 +16,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="ostinato quantize",
         usage="python -m ostinato quantize SRC DST "
-        "[--scheme {int8,int8-asymmetric,fp8,fp8-block}] [--ignore NAME ...] "
+        "[--scheme {int8,int8-asymmetric,fp8,fp8-block}] [--ignore NAME ...] [--lm-head] "
         "[--kv-cache {fp8,int8}] [--calibrate FILE] [--device D]",
         description="Write an 8-bit checkpoint in compressed-tensors format: weights scaled per "
         "output channel and activations quantised per token at run time, with "
@@ -36,8 +36,12 @@ def _parser() -> Parser:
         action="append",
         type=as_utf8,
         metavar="NAME",
-        help="leave this module as it is: a full name, or re: and a regular expression; may be "
-        "repeated (default: lm_head)",
+        default=[],
+        help="leave this module as it is, as the output projection: a full name, or re: and a "
+        "regular expression; may be repeated",
+    )
+    parser.add_argument(
+        "--lm-head", action="store_true", help="quantise the output projection, too"
     )
     parser.add_argument(
         "--kv-cache",
@@ -68,23 +72,24 @@ def _main(argv: Sequence[str]) -> int:
 
     if args.scheme is None and args.kv_cache is None:
         raise UserError("got neither --scheme nor --kv-cache, expected one of them or both")
-    if args.scheme is None and args.ignore is not None:
-        raise UserError("--ignore goes with --scheme")
+    if args.scheme is None and (args.ignore or args.lm_head):
+        raise UserError(f"{'--ignore' if args.ignore else '--lm-head'} goes with --scheme")
     if args.kv_cache is not None and args.calibrate is None:
         raise UserError("--kv-cache needs --calibrate")
-    ignore = ("lm_head",) if args.ignore is None else tuple(args.ignore)
+    head = () if args.lm_head else ("lm_head",)
     with user_errors():
         quantize_checkpoint(
             args.source,
             args.destination,
             scheme=args.scheme,
-            ignore=ignore,
+            ignore=list(dict.fromkeys((*head, *args.ignore))),
             kv_cache=args.kv_cache,
             calibrate=args.calibrate,
             device="cpu" if args.calibrate is None else resolve_device(args.device),
         )
     before, after = weights_mib(args.source), weights_mib(Path(args.destination))
-    weights = f"{args.scheme or 'plain'} weights, {after:.2f} MiB (before: {before:.2f} MiB)"
+    kind = "weights as they were" if args.scheme is None else f"{args.scheme} weights"
+    weights = f"{kind}, {after:.2f} MiB (before: {before:.2f} MiB)"
     cache = "" if args.kv_cache is None else f"; scales of an {args.kv_cache} KV cache"
     print(f"{args.destination}: {weights}{cache}")
     return 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ostinato.checkpoint import load_model
 from ostinato.cli.main import main
@@ -41,7 +44,8 @@ def test_a_kv_cache_is_calibrated_and_served(
     flags += [] if scheme is None else ["--scheme", scheme]
     assert main(["quantize", str(checkpoint), str(target), *flags]) == 0
     printed = capsys.readouterr().out
-    assert f"{scheme or 'plain'} weights, 0.0" in printed
+    kind = "weights as they were" if scheme is None else f"{scheme} weights"
+    assert f": {kind}, 0.0" in printed
     assert printed.endswith(f"; scales of an {kv_cache} KV cache\n")
     served = ["generate", str(target), "Hello", "--max-tokens", "2", "--device", str(device)]
     assert main(served) == 0
@@ -51,11 +55,24 @@ def test_a_kv_cache_is_calibrated_and_served(
 
 def test_ignored_modules_stay_as_they_are(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "quantised"
-    ignore = ("--ignore", "lm_head", "--ignore", "re:.*down_proj")
+    ignore = ("--ignore", "re:.*o_proj", "--ignore", "re:.*down_proj")
     assert main(["quantize", str(checkpoint), str(target), "--scheme", "int8", *ignore]) == 0
-    layer = load_model(target, max_context=8).layers[0]
-    assert isinstance(layer.down, DenseLinear)
-    assert isinstance(layer.o, W8A8Linear)
+    model = load_model(target, max_context=8)
+    assert isinstance(model.layers[0].down, DenseLinear)
+    assert isinstance(model.layers[0].qkv, W8A8Linear)
+    assert isinstance(model.lm_head, DenseLinear)
+
+
+def test_the_output_projection_is_quantised_when_asked(checkpoint: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "untied", tmp_path / "quantised"
+    shutil.copytree(checkpoint, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 0
+    save_file(weights, source / "model.safetensors")
+    assert main(["quantize", str(source), str(target), "--scheme", "int8", "--lm-head"]) == 0
+    assert isinstance(load_model(target, max_context=8).lm_head, W8A8Linear)
 
 
 def test_a_text_calibrates(checkpoint: Path, tmp_path: Path) -> None:
@@ -77,6 +94,14 @@ def test_a_text_calibrates(checkpoint: Path, tmp_path: Path) -> None:
         (
             "{source} {new} --kv-cache fp8 --calibrate x --ignore lm_head",
             "--ignore goes with --scheme",
+        ),
+        (
+            "{source} {new} --kv-cache fp8 --calibrate x --lm-head",
+            "--lm-head goes with --scheme",
+        ),
+        (
+            "{source} {new} --scheme int8 --lm-head",
+            "lm_head: the checkpoint quantises it, but tie_",
         ),
         ("{source} {new} --kv-cache fp4", "argument --kv-cache: invalid choice: 'fp4'"),
         ("{source} {new} --kv-cache fp8 --calibrate {new}", "{new}: "),
