@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 The model is loaded and captured, and only then clients are answered. SIGTERM and Ctrl-C let running
-requests end, for --drain-timeout seconds. The log is one JSON object per line on standard error.
+requests end, for --drain-timeout seconds. Standard error has the capture's table, then the log, one JSON object per line.
 docs/server.md describes the API.
 """
 _KEY = "OSTINATO_API_KEY"

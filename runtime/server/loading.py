@@ -143,8 +143,8 @@ class ServedModel:
         config = load_config(self.folder)
         template = load_chat_template(self.folder, settings.template_timeout)
         defaults = generation_defaults(self.folder) if self.own_defaults else {}
-        thinks = template is not None and template.thinks
-        parsers = Parsers.named(self.tools, self.reasoning, family=config.family, thinks=thinks)
+        text = "" if template is None else template.text
+        parsers = Parsers.named(self.tools, self.reasoning, family=config.family, template=text)
         return lambda engine, limits: Service(
             engine=engine,
             tokenizer=tokenizer,

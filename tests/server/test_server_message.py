@@ -126,12 +126,17 @@ def test_texts_without_tags_stay_as_they_are(text: str, data: st.DataObject) -> 
 
 
 def test_parsers_have_names_and_families() -> None:
-    def named(tools: str, reasoning: str, family: str = "llama", thinks: bool = False) -> Parsers:
-        return Parsers.named(tools, reasoning, family=family, thinks=thinks)
+    def named(tools: str, reasoning: str, family: str = "llama", template: str = "") -> Parsers:
+        return Parsers.named(tools, reasoning, family=family, template=template)
 
     assert named("auto", "auto") == Parsers(JSON, None)
-    assert named("auto", "auto", "qwen3", True) == Parsers(HERMES, THINK)
-    assert named("none", "none", "qwen3", True) == Parsers()
+    assert named("auto", "auto", "qwen3", "{{ '<think>' }}") == Parsers(HERMES, THINK)
+    for family in ("qwen3_moe", "qwen3_vl_text", "qwen2_5_vl_text", "qwen2_moe"):
+        assert named("auto", "auto", family, "<tool_call>") == Parsers(HERMES, None)
+    coder = "<tool_call>\n<function=name>\n<parameter=key>"
+    assert named("auto", "auto", "qwen3_moe", coder) == Parsers()
+    assert named("hermes", "auto", "qwen3_moe", coder) == Parsers(HERMES, None)
+    assert named("none", "none", "qwen3", "<think>") == Parsers()
     assert named("hermes", "deepseek_r1") == Parsers(HERMES, THINK)
     assert named("auto", "auto", "phi3") == Parsers()
     with pytest.raises(ValueError, match="tool_call_parser: got 'x', expected one of auto"):

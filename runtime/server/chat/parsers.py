@@ -15,7 +15,13 @@ THINK = "think"
 
 _TOOLS = {
     "qwen2": HERMES,
+    "qwen2_moe": HERMES,
+    "qwen2_vl_text": HERMES,
+    "qwen2_5_vl_text": HERMES,
     "qwen3": HERMES,
+    "qwen3_moe": HERMES,
+    "qwen3_vl_text": HERMES,
+    "qwen3_vl_moe_text": HERMES,
     "smollm3": HERMES,
     "seed_oss": HERMES,
     "exaone4": HERMES,
@@ -23,8 +29,12 @@ _TOOLS = {
     "mistral": JSON,
     "ministral": JSON,
     "ministral3": JSON,
+    "mixtral": JSON,
     "granite": JSON,
+    "granitemoe": JSON,
 }
+# What templates have of calls that are no JSON, such as those of Qwen3-Coder.
+_OTHER_CALLS = ("<function=", "<arg_key>")
 AUTO, NONE = "auto", "none"
 # Also as vLLM names them.
 _TOOL_NAMES = {
@@ -51,19 +61,22 @@ class Parsers:
     reasoning: str | None = None
 
     @staticmethod
-    def named(tools: str, reasoning: str, *, family: str, thinks: bool) -> Parsers:
+    def named(tools: str, reasoning: str, *, family: str, template: str) -> Parsers:
         """Return the parsers of these names.
 
         Args:
-            tools: a parser's name, "none", or "auto" for that of the family.
-            reasoning: likewise; "auto" asks the chat template.
+            tools: a parser's name, "none", or "auto" for that of the family; none where the chat
+                template shows calls of another form.
+            reasoning: likewise; "auto" is THINK where the chat template speaks of <think>.
             family: of the model, in `ostinato.models`.
-            thinks: whether the chat template speaks of <think>.
+            template: the text of the chat template, "" without one.
 
         Raises:
             ValueError: for a name that is none.
         """
-        own = Parsers(_TOOLS.get(family), THINK if thinks else None)
+        thinks = "<think>" in template or "</think>" in template
+        others = any(tag in template for tag in _OTHER_CALLS)
+        own = Parsers(None if others else _TOOLS.get(family), THINK if thinks else None)
         return Parsers(
             _parser("tool_call_parser", tools, _TOOL_NAMES, own.tools),
             _parser("reasoning_parser", reasoning, _REASONING_NAMES, own.reasoning),

@@ -41,9 +41,9 @@ class ChatTemplate:
         self._process: LineProcess | None = None
 
     @property
-    def thinks(self) -> bool:
-        """Whether a template speaks of reasoning between <think> and </think>."""
-        return any("<think>" in text or "</think>" in text for text in self._templates.values())
+    def text(self) -> str:
+        """All templates, one after the other."""
+        return "\n".join(self._templates.values())
 
     def render(
         self,
