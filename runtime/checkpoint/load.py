@@ -41,18 +41,19 @@ def load_model(
     """Load a Hugging Face checkpoint folder of any family of `ostinato.models`.
 
     Of a model with several towers, such as vision and text, it is the text tower that is loaded.
-    Reads plain bf16, fp16 and fp32 weights; compressed-tensors W8A8 INT8 and FP8; Hugging Face
-    `fp8` with a scale per tensor and `fbgemm_fp8`; ModelOpt FP8, per tensor or per channel and
-    token, and INT8 per channel, whose factors of SmoothQuant are folded into norms and rows in
-    front. Those of q, k, v and of gate, up that are stored alike are joined into one product: their
-    weights keep their scales (one per output row from then on), and a static activation scale
-    becomes the largest of the parts', so that nothing saturates that did not before. FP8
-    activations without a static scale are quantised per token, whatever granularity the file names,
-    and whatever bound `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the
-    dtype and the scales are the model's `kv_scales`, by which an `Engine` serves it. Experts of a
-    mixture may be stored one by one or together; those of a layer are grouped products. No tensor
-    shares memory with the files. On CUDA quantised weights are packed for the kernels, one at a
-    time, and kernels that are not compiled yet are compiled side by side.
+    Reads plain bf16, fp16 and fp32 weights; compressed-tensors W8A8: INT8, with and without zero
+    points of tokens, FP8, and FP8 in blocks of 128 by 128; Hugging Face `fp8` with a scale per
+    tensor or block, and `fbgemm_fp8`; ModelOpt FP8, per tensor, per channel and token, or in
+    blocks, and INT8 per channel, whose factors of SmoothQuant are folded into norms and rows in
+    front. Weights of q, k, v and of gate, up that are stored alike are joined into one product:
+    they keep their scales (one per output row from then on), and a static activation scale becomes
+    the largest of the parts', so that nothing saturates that did not before. FP8 activations
+    without a static scale are quantised per token, whatever granularity the file names, and
+    whatever bound `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the dtype
+    and the scales are the model's `kv_scales`, by which an `Engine` serves it. Experts of a mixture
+    may be stored one by one or together; those of a layer are grouped products. No tensor shares
+    memory with the files. On CUDA quantised weights are packed for the kernels, one at a time, and
+    kernels that are not compiled yet are compiled side by side.
 
     Args:
         path: folder with `config.json` and safetensors files, or the name of a model on the

@@ -137,8 +137,8 @@ def tables(rows: list[dict[str, Any]]) -> str:
     """Return the tables of `docs/models.md`."""
     counts = summary(rows)
     lines = [
-        f"{counts['load']} of {counts['surveyed']} surveyed configurations load; "
-        f"{sum(item['loads'] for item in rows)} with those of the tests beside them.",
+        f"{counts['load']} of {counts['surveyed']} surveyed configurations load, and "
+        f"{sum(item['loads'] for item in rows)} of {len(rows)} with those that only tests have.",
         "",
         "| model | architecture | fp32 | INT8 | FP8 | texts |",
         "|---|---|---|---|---|---|",
