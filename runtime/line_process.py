@@ -98,6 +98,10 @@ class LineProcess:
                 raise NoAnswerError(Silence.LONG)
         return bytes(answer[:-1])
 
+    def kill(self) -> None:
+        """Kill the process, also while another thread asks it, which is told that it has ended."""
+        self._process.kill()
+
     def end(self) -> None:
         """Kill the process and wait for its end."""
         self._process.kill()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
+import stat
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from .command import FAILED, Command, Parser, UserError, check_folder, user_errors
 from .served_model import add_served_model_flags, run_served, service_of
@@ -37,22 +41,21 @@ def _run(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> int:
     from ..server import Settings
     from ..server.batch import BatchError, finished_lines, read_lines, run_batch
 
-    with user_errors(ValueError, OSError):
-        with open(args.input_file, "rb") as requests:
-            total = sum(1 for _ in read_lines(requests))
-        done = 0
-        if args.output_file.exists():
-            done = finished_lines(args.input_file, args.output_file)
-    if not total:
-        raise UserError(f"--input-file: {args.input_file} holds no requests")
     settings = Settings(request_timeout=_TIMEOUT, max_queue=1 << 20, max_body_bytes=64 << 20)
-    service = service_of(args, folder, settings, ranks)
-    try:
-        with (
-            open(args.input_file, "rb") as requests,
-            open(args.output_file, "a", encoding="utf-8") as answers,
-            tqdm(total=total, initial=done, unit="request", file=sys.stderr) as progress,
-        ):
+    with ExitStack() as files:
+        with user_errors(ValueError, OSError):
+            requests = files.enter_context(_opened(args.input_file))
+            total = sum(1 for _ in read_lines(requests))
+            if not total:
+                raise UserError(f"--input-file: {args.input_file} holds no requests")
+            _check_output(args.output_file, args.input_file)
+            requests.seek(0)
+            done = finished_lines(requests, args.output_file) if args.output_file.exists() else 0
+            answers = files.enter_context(open(args.output_file, "a", encoding="utf-8"))
+        requests.seek(0)
+        service = service_of(args, folder, settings, ranks)
+        files.callback(service.close)
+        with tqdm(total=total, initial=done, unit="request", file=sys.stderr) as progress:
 
             def write(line: str) -> None:
                 answers.write(line + "\n")
@@ -63,11 +66,32 @@ def _run(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> int:
             at_once = 2 * service.max_batch
             with user_errors(BatchError):
                 failed = asyncio.run(run_batch(service, lines, write, at_once=at_once))
-    finally:
-        service.close()
     if failed:
         print(f"{failed} of {total} requests were refused or have failed", file=sys.stderr)
     return FAILED if failed else 0
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading it several times; of a pipe, such as /dev/stdin, a copy."""
+    with open(path, "rb") as file:
+        if file.seekable():
+            yield file
+            return
+        with tempfile.TemporaryFile() as copy:
+            shutil.copyfileobj(file, copy)
+            copy.seek(0)
+            yield copy
+
+
+def _check_output(output: Path, requests: Path) -> None:
+    """Refuse to write answers over requests, or into what cannot be read and continued."""
+    if not output.exists():
+        return
+    if output.samefile(requests):
+        raise UserError(f"--output-file: got {output}, which is the --input-file")
+    if not stat.S_ISREG(output.stat().st_mode):
+        raise UserError(f"--output-file: got {output}, expected a file or a name that is free")
 
 
 def _parser() -> Parser:

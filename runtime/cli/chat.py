@@ -87,7 +87,8 @@ async def _answer(
     from ..server.api.fields import checked_max_tokens
 
     assert service.template is not None
-    text = await asyncio.to_thread(service.template.render, messages, add_generation_prompt=True)
+    variables = {"add_generation_prompt": True}
+    text = await asyncio.to_thread(service.template.render, messages, variables=variables)
     prompt = await service.encode(text, special=False)
     most = checked_max_tokens(None, len(prompt), service.max_context, params.max_tokens)
     async with await service.generate([prompt], [replace(params, max_tokens=most)]) as generation:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .command import FAILED, Command, Parser, user_errors
+from .command import FAILED, Command, Parser, UserError, user_errors
 from .served_model import (
     add_served_model_flags,
     engine_of,
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 The model is loaded and captured, and only then clients are answered. SIGTERM and Ctrl-C let running
-requests end, for --drain-timeout seconds. Standard error has the capture's table, then the log, one JSON object per line.
-docs/server.md describes the API.
+requests end, for --drain-timeout seconds. Standard error has the capture's table, then the log, one
+JSON object per line. docs/server.md describes the API.
 """
 _KEY = "OSTINATO_API_KEY"
 
@@ -40,7 +40,11 @@ def _serve(args: argparse.Namespace, folder: Path, ranks: Ranks | None) -> int:
 
     with user_errors():
         settings = _settings(args)
-        bound = bind(settings.host, settings.port)
+        try:
+            bound = bind(settings.host, settings.port)
+        except OSError as error:
+            where = f"--host, --port: got {settings.host}, {settings.port}"
+            raise UserError(f"{where}: {error.strerror}") from error
     options = engine_options(args, ranks)
     with user_errors():
         http = HttpProcess(bound, served_model_of(args, folder), settings)

@@ -18,6 +18,7 @@ from .service import Service
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _MOST_BYTES = 64 << 20  # of a line
+_BEGINNING = b'{"id": "'  # of an answer
 
 
 class BatchError(ValueError):
@@ -37,21 +38,27 @@ def read_lines(stream: BinaryIO) -> Iterator[bytes]:
             yield line
 
 
-def finished_lines(requests: Path, answers: Path) -> int:
+def finished_lines(requests: BinaryIO, answers: Path) -> int:
     """Return how many requests a file of answers has, and cut off what a kill left half written.
 
+    Args:
+        requests: the file of requests, from its beginning.
+        answers: is left as it is where it is anything else than such a file.
+
     Raises:
-        BatchError: when an answer is not that of the request in its place.
+        BatchError: when a line is not the answer to the request in its place.
         OSError: when a file cannot be read or cut.
     """
     count = end = 0
-    with open(requests, "rb") as asked, open(answers, "rb+") as told:
-        questions = read_lines(asked)
-        for line in told:
+    questions = read_lines(requests)
+    with open(answers, "rb+") as told:
+        while line := told.readline(_MOST_BYTES + 1):
             if not line.endswith(b"\n"):
+                if not line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
+                    raise BatchError(f"line {count + 1} is no answer")
                 break
             question = next(questions, None)
-            if question is None or _custom_id(line) != _custom_id(question):
+            if question is None or _answered_id(line) != _custom_id(question):
                 raise BatchError(f"line {count + 1} is not the answer to the request in its place")
             count, end = count + 1, end + len(line)
         told.truncate(end)
@@ -150,6 +157,15 @@ async def _post(app: Callable[..., Any], path: str, body: bytes) -> tuple[int, d
     await app(scope, receive, send)
     text = b"".join(message.get("body", b"") for message in sent)
     return sent[0]["status"], json.loads(text)
+
+
+def _answered_id(line: bytes) -> Any:
+    """Return the custom_id of an answer's request; a line that is none has another than any."""
+    try:
+        answer = json.loads(line)
+        return answer["custom_id"] if "response" in answer and "id" in answer else object()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return object()
 
 
 def _custom_id(line: bytes) -> Any:

@@ -1,13 +1,18 @@
-"""A connection whose requests must begin with a head of bounded size, in bounded time."""
+"""A connection whose requests must begin with a head of bounded size, in bounded time.
+
+An offer to speak another protocol, as Java's client makes one (h2c), is passed over.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import json
+import sys
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .errors import error_body
@@ -15,7 +20,9 @@ from .settings import Settings
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """uvicorn's protocol with limits that it lacks: of a head that does not end.
+    """uvicorn's protocol with limits that it lacks, of a head that does not end, and with bodies.
+
+    uvicorn drops the body of a request that offers an upgrade.
 
     Args:
         max_head_bytes: bytes that may come before a head is complete.
@@ -34,6 +41,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._head_bytes = 0  # of the head that has begun, in earlier pieces
         self._piece_bytes = 0  # of the piece that is parsed, where all of it may be of one head
         self._head_timer: asyncio.TimerHandle | None = None
+        self._piece = b""  # that is parsed
+        self._repeats_head = False  # while a parser is told again what is known of a head
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for the first head."""
@@ -54,13 +63,27 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start to wait for the end of a head whose first byte has come."""
+        if self._repeats_head:
+            return
         self._begin_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Stop waiting."""
+        if self._repeats_head:
+            return
         self._end_head()
         super().on_headers_complete()
+
+    def on_url(self, url: bytes) -> None:
+        """Note a piece of the request's target."""
+        if not self._repeats_head:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Note a header."""
+        if not self._repeats_head:
+            super().on_header(name, value)
 
     def on_message_complete(self) -> None:
         """Note that what follows in this piece, if anything, is another head."""
@@ -71,13 +94,35 @@ class LimitedConnection(HttpToolsProtocol):
         """Parse data, and refuse a head that grows beyond the limit."""
         if self.transport.is_closing():
             return
-        self._piece_bytes = len(data)
+        self._piece, self._piece_bytes = data, len(data)
         super().data_received(data)
+        self._piece = b""
         if self._head_timer is None:
             return
         self._head_bytes += self._piece_bytes
         if self._head_bytes > self._max_head_bytes:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the headers are too large")
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Go on as if no upgrade had been offered (RFC 9110, 7.8); in the handler of its error.
+
+        The parser has ended behind the head. Another one reads the body, and what follows.
+        """
+        error = sys.exc_info()[1]
+        assert isinstance(error, httptools.HttpParserUpgrade)
+        rest = self._piece[error.args[0] :]
+        framing = (b"content-length", b"transfer-encoding")
+        head = [b"POST / HTTP/1.1"]
+        head += [name + b": " + value for name, value in self.headers if name in framing]
+        self.cycle.more_body = True
+        self.parser = httptools.HttpRequestParser(self)
+        self._repeats_head = True
+        try:
+            self.parser.feed_data(b"\r\n".join([*head, b"", b""]))
+        finally:
+            self._repeats_head = False
+        if rest:
+            super().data_received(rest)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP."""

@@ -69,9 +69,9 @@ class EngineClient:
         """Read the engine's numbers, between two steps of it."""
         return self._call("numbers")
 
-    def compile_grammar(self, form: StructuredOutput) -> None:
-        """Have the form of a text compiled."""
-        self._call("compile_grammar", form).result()
+    def compile_grammar(self, form: StructuredOutput) -> Future[None]:
+        """Have the form of a text compiled; a future that is cancelled is forgotten."""
+        return self._call("compile_grammar", form)
 
     def stop(self) -> None:
         """Leave the host, which ends all jobs."""
@@ -85,10 +85,18 @@ class EngineClient:
             if error is None:
                 self._calls[number] = future
         if error is None:
+            future.add_done_callback(lambda done: self._forget(number, done))
             self._channel.send(what, number, *arguments)
         else:
             future.set_exception(error)
         return future
+
+    def _forget(self, call: int, future: Future[Any]) -> None:
+        if future.cancelled():
+            with self._lock:
+                known = self._calls.pop(call, None)
+            if known is not None:
+                self._channel.send("forget", call)
 
     def _read(self) -> None:
         while (message := self._channel.receive()) is not None:
@@ -118,9 +126,9 @@ class EngineClient:
 
     def _take_answer(self, call: int, error: Exception | None, result: Any) -> None:
         with self._lock:
-            future = self._calls.pop(call)
-        if not future.set_running_or_notify_cancel():
-            return
+            future = self._calls.pop(call, None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return  # it was cancelled meanwhile
         if error is None:
             future.set_result(result)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class EngineHost:
         self._engine = engine
         self._channel = channel
         self._jobs: dict[int, _RemoteJob] = {}
-        self._compilers = ThreadPoolExecutor(thread_name_prefix="grammar")
+        self._compiling: dict[int, Future[None]] = {}
 
     def run(self) -> None:
         """Serve until the client goes; then end all jobs."""
@@ -41,7 +41,8 @@ class EngineHost:
         while (message := self._channel.receive()) is not None:
             self._do(*message)
         self._engine.end_all(EngineError("the server is stopping"))
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for future in list(self._compiling.values()):
+            future.cancel()
 
     def take(self, told: list[tuple[Job, list[Message]]]) -> None:
         """Send the messages of a step; of each job whether it has ended."""
@@ -71,10 +72,15 @@ class EngineHost:
             self._engine.numbers().add_done_callback(lambda future: self._answer(call, future))
         elif what == "compile_grammar":
             call, form = arguments
-            done = self._compilers.submit(self._engine.compile_grammar, form)
+            self._compiling[call] = done = self._engine.compile_grammar(form)
             done.add_done_callback(lambda future: self._answer(call, future))
+        elif what == "forget":
+            (call,) = arguments
+            if (compiling := self._compiling.get(call)) is not None:
+                compiling.cancel()
 
     def _answer(self, call: int, future: Future[Any]) -> None:
+        self._compiling.pop(call, None)
         if future.cancelled():
             return
         error = future.exception()

@@ -43,6 +43,7 @@ class EngineThread:
         # A daemon: where a step hangs, the process must still be able to end.
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._live: dict[int, tuple[Job, int]] = {}
+        self._compiler = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._failures = 0
         self._outbox: dict[Job, list[Message]] = {}
         self._stopped = threading.Event()
@@ -116,11 +117,22 @@ class EngineThread:
         """Read the engine's numbers, between two steps of it."""
         return self.call(EngineNumbers.of)
 
-    def compile_grammar(self, form: StructuredOutput) -> None:
-        """Compile the form of a text in the caller's thread, so that `submit` finds it done."""
+    def compile_grammar(self, form: StructuredOutput) -> concurrent.futures.Future[None]:
+        """Compile the form of a text in a thread of its own, so that `submit` finds it done."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
         grammars = self._made.result().grammars
-        if grammars is not None:  # else `submit` refuses the form
+        if grammars is None or grammars.keeps(form):  # without any, `submit` refuses the form
+            done.set_result(None)
+            return done
+
+        def compiled() -> None:
             grammars.compile(form)
+
+        try:
+            return self._compiler.submit(compiled)
+        except RuntimeError:  # it has been shut down
+            done.set_exception(EngineError("the engine has stopped"))
+            return done
 
     def stop(self) -> None:
         """End all jobs and the thread, and release the engine.
@@ -128,6 +140,7 @@ class EngineThread:
         Once a rank is lost, the thread is waited for two seconds at most: it may be stuck.
         """
         self.end_all(EngineError("the server is stopping"))
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         self._inbox.put(None)
         self._thread.join(None if self._lost is None else _LAST_S)
 

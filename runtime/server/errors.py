@@ -102,6 +102,11 @@ def engine_lost() -> ApiError:
     )
 
 
+def late() -> ApiError:
+    """Return the answer to a request whose time is over."""
+    return ApiError(504, "the request took longer than this server allows", code="timeout")
+
+
 def stopping() -> ApiError:
     """Return the answer while the server drains."""
     return ApiError(

@@ -17,6 +17,7 @@ from .documents import json_bytes
 from .errors import ApiError, error_body
 from .metrics import Metrics
 from .page.routes import PATHS
+from .preparation import DEADLINE
 from .settings import Settings
 
 _LOG = logging.getLogger("ostinato.server")
@@ -50,6 +51,7 @@ class Gate:
         scope["ostinato"] = {"request_id": name}
         answer = _Answer(send, name.encode())
         started = time.monotonic()
+        DEADLINE.set(asyncio.get_running_loop().time() + self._settings.request_timeout)
         method = scope["method"]
         if method == "HEAD":  # the answer to GET, of which uvicorn sends no body
             scope = {**scope, "method": "GET"}

@@ -13,6 +13,7 @@ from .errors import (
     bad_form,
     bad_value,
     engine_ended,
+    late,
     stopping,
 )
 from .jobs import Accepted, Ended, EngineLink, Job, Message, OnLoop, Progress
@@ -74,7 +75,7 @@ class Generation:
         metrics: are told its times.
         prompts: token ids of each choice.
         params: of each choice.
-        timeout: seconds from now until it is ended with an error.
+        deadline: by the loop's clock, when it is ended with an error.
         form_field: the request's field that holds the form of its texts.
     """
 
@@ -85,7 +86,7 @@ class Generation:
         metrics: Metrics,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
-        timeout: float,
+        deadline: float,
         *,
         form_field: str = "structured_outputs",
     ) -> None:
@@ -97,7 +98,7 @@ class Generation:
         self._job = Job(prompts, params, OnLoop(loop), self._take)
         self._arrived = loop.time()
         self._last = self._arrived
-        self.deadline = self._arrived + timeout
+        self.deadline = deadline
         self._pending: list[Message] = []
         self._waiter: asyncio.Future[None] | None = None
         # One timer for the whole request: one for each of its tokens costs more than the token.
@@ -105,7 +106,6 @@ class Generation:
         self._late = False
         self._unfinished = 0
         self._admitted = 0
-        self.prompt_tokens = [len(prompt) for prompt in prompts]
         self.completion_tokens = [0] * len(prompts)
 
     async def start(self) -> None:
@@ -186,9 +186,7 @@ class Generation:
         """Wait for messages and return them all, or the first `most`."""
         while not self._pending:
             if self._late:
-                raise ApiError(
-                    504, "the request took longer than this server allows", code="timeout"
-                )
+                raise late()
             self._waiter = self._loop.create_future()
             await self._waiter
         taken = self._pending[:most]
@@ -216,5 +214,7 @@ class Generation:
         self._last = now
         if not self._unfinished:
             self._metrics.request.observe(now - self._arrived)
-            self._metrics.prompt_tokens.inc(sum(self.prompt_tokens))
+            # Choices of one prompt have the same list.
+            prompts = {id(prompt): len(prompt) for prompt in self._job.prompts}
+            self._metrics.prompt_tokens.inc(sum(prompts.values()))
             self._metrics.completion_tokens.inc(sum(self.completion_tokens))

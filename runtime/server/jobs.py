@@ -120,13 +120,12 @@ class EngineLink(Protocol):
     def numbers(self) -> concurrent.futures.Future[EngineNumbers]:
         """Read the engine's numbers between two steps; EngineError where there is no engine."""
 
-    def compile_grammar(self, form: StructuredOutput) -> None:
+    def compile_grammar(self, form: StructuredOutput) -> concurrent.futures.Future[None]:
         """Compile the form of a text, which may take seconds, before its job is submitted.
 
-        Raises:
-            ValueError: for a form that cannot be followed.
-            RuntimeError: when xgrammar is not installed.
-            EngineError: when there is no engine.
+        One that is kept from before does not wait for others. The future's errors are ValueError
+        for a form that cannot be followed, RuntimeError when xgrammar is not installed, EngineError
+        when there is no engine.
         """
 
     def stop(self) -> None:

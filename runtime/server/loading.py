@@ -74,7 +74,9 @@ class EngineOptions:
     def most(self) -> int:
         """Texts that run at once."""
         # At least 1, so that it is the sizes, if they are wrong, that the error is about.
-        return self.max_batch or max([1, *(self.capture_sizes or [_MAX_BATCH])])
+        if self.max_batch is not None:
+            return self.max_batch
+        return max([1, *(self.capture_sizes or [_MAX_BATCH])])
 
 
 def load_engine(folder: Path, tokenizer: Tokenizer, options: EngineOptions) -> Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from collections.abc import Sequence
@@ -82,6 +83,7 @@ class CompletionLogprobs:
     def __init__(self, texts: TokenTexts, offset: int = 0) -> None:
         self._texts = texts
         self._offset = offset
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._lists = _empty()
 
     def add(self, token: int, logprobs: TokenLogprobs | None) -> None:
@@ -89,7 +91,9 @@ class CompletionLogprobs:
         text, lists = self._texts[token], self._lists
         lists["tokens"].append(text)
         lists["text_offset"].append(self._offset)
-        self._offset += len(text)
+        own_bytes = self._texts.bytes_of(token)
+        # A character may be of several tokens, of each of which the text alone is U+FFFD.
+        self._offset += len(text if own_bytes is None else self._characters.decode(own_bytes))
         if logprobs is None:
             lists["token_logprobs"].append(None)
             lists["top_logprobs"].append(None)

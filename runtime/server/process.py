@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import socket
 from collections.abc import Callable, Iterator
 
@@ -12,9 +13,10 @@ import uvicorn
 
 from .app import create_app
 from .connection import limited_connection
-from .errors import EngineError
 from .service import Service
 
+_LOG = logging.getLogger("ostinato.server")
+_BACKLOG = 2048  # connections that wait to be accepted
 _KEEP_ALIVE = 75  # seconds; longer than those of clients, which then never write to a closed one
 _LAST_WORDS = 2.0  # seconds for the answers of requests that the drain has ended
 
@@ -54,9 +56,7 @@ class _Server(uvicorn.Server):
         service = self._service
         service.admission.draining = True
         timer = asyncio.get_running_loop().call_later(
-            service.settings.drain_timeout,
-            service.engine.end_all,
-            EngineError("the server is stopping"),
+            service.settings.drain_timeout, service.end_all
         )
         try:
             await super().shutdown(sockets)
@@ -67,7 +67,8 @@ class _Server(uvicorn.Server):
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket at an address, so that one in use is found before a model is loaded.
 
-    It does not listen: until `serve` clients are refused.
+    It does not listen: until `serve` clients are refused. Of several that are bound to one address
+    meanwhile the first to listen has it.
 
     Raises:
         OSError: when the address cannot be had.
@@ -113,9 +114,15 @@ def serve(
         on_ready: called before requests are taken, with a server whose `should_exit` ends it.
 
     Returns:
-        Whether it was ended by a signal, and not by an error of the engine.
+        Whether it was ended by a signal, and not by an error of the engine, or of the socket.
     """
     settings = service.settings
+    try:
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        _LOG.error("port %d: cannot be listened on: %s", bound.getsockname()[1], error.strerror)
+        service.close()
+        return False
     config = uvicorn.Config(
         create_app(service),
         http=limited_connection(settings),

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from tokenizers import Tokenizer
 
@@ -18,6 +18,7 @@ from .generation import Admission, Generation
 from .jobs import EngineLink
 from .logprobs import TokenTexts
 from .metrics import Metrics
+from .preparation import Preparation, kind_of
 from .settings import Settings
 
 
@@ -48,11 +49,13 @@ class Service:
     parsers: Parsers = field(default_factory=Parsers)
     metrics: Metrics = field(default_factory=Metrics)
     admission: Admission = field(init=False)
+    preparation: Preparation = field(init=False)
     created: int = field(init=False)
 
     def __post_init__(self) -> None:
         most = self.max_batch + self.settings.max_queue
         object.__setattr__(self, "admission", Admission(most))
+        object.__setattr__(self, "preparation", Preparation(self.settings.request_timeout))
         object.__setattr__(self, "created", int(time.time()))
 
     def check_model(self, name: str | None) -> None:
@@ -78,7 +81,7 @@ class Service:
             special: whether the tokenizer adds its own, such as a first token.
 
         Raises:
-            ApiError: 400 for lone surrogates.
+            ApiError: 400 for lone surrogates; as `Preparation.wait`.
         """
         try:
             text.encode()
@@ -87,16 +90,21 @@ class Service:
             raise ApiError(
                 400, f"prompt: got a text with {half!r}, expected valid Unicode", param="prompt"
             ) from None
-        encoding = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=special)
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=special)
+        encoding = await self.preparation.run(kind_of(text), encode)
         ids: list[int] = encoding.ids
         return ids
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        text: str = await asyncio.to_thread(
-            self.tokenizer.decode, list(ids), skip_special_tokens=False
-        )
+        decode = partial(self.tokenizer.decode, list(ids), skip_special_tokens=False)
+        text: str = await self.preparation.run(kind_of(ids), decode)
         return text
+
+    def end_all(self) -> None:
+        """End all requests, since the server stops."""
+        self.preparation.end()
+        self.engine.end_all(EngineError("the server is stopping"))
 
     @cached_property
     def token_texts(self) -> TokenTexts:
@@ -105,6 +113,7 @@ class Service:
 
     def close(self) -> None:
         """End all requests and the template's process, and stop the engine's link."""
+        self.preparation.close()
         self.engine.stop()
         if self.template is not None:
             self.template.close()
@@ -128,7 +137,8 @@ class Service:
         """
         if params[0].structured is not None:
             try:  # not by the engine's thread, which other requests wait for
-                await asyncio.to_thread(self.engine.compile_grammar, params[0].structured)
+                compiled = self.engine.compile_grammar(params[0].structured)
+                await self.preparation.wait(asyncio.wrap_future(compiled))
             except ValueError as error:
                 raise bad_form(form_field, error) from error
             except RuntimeError as error:  # without xgrammar
@@ -141,7 +151,7 @@ class Service:
             self.metrics,
             prompts,
             params,
-            self.settings.request_timeout,
+            self.preparation.deadline(),
             form_field=form_field,
         )
         await generation.start()

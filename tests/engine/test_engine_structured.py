@@ -7,8 +7,9 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 import torch
 from hypothesis import given
@@ -285,6 +286,49 @@ def test_a_model_without_an_end_takes_no_form() -> None:
 def test_bad_forms_are_named(fields: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         StructuredOutput(**fields)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fault"),
+    [
+        ({"not": {"type": "string"}}, "'not'"),
+        ({"type": "integer", "if": {"const": 1}}, "'if'"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+        ({"$ref": "http://localhost/x.json"}, "a '$ref' to another document, 'http://localhost/"),
+        ({"allOf": [{"type": "integer"}, {"maximum": 4}]}, "'allOf' of 2 schemas"),
+        ({"maximum": 4}, "'maximum' without a 'type'"),
+        ({"anyOf": [{"type": "integer"}], "maximum": 4}, "'maximum' beside 'anyOf'"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "minLength": 1}, "'minLength' beside '$ref'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_keywords_that_are_not_enforced_are_refused(schema: dict[str, Any], fault: str) -> None:
+    inside: list[dict[str, Any]] = [
+        schema,
+        {"type": "object", "properties": {"a": schema}},
+        {"type": "array", "items": {"anyOf": [{"type": "null"}, schema]}},
+        {"$ref": "#/$defs/a", "$defs": {"a": schema}},
+    ]
+    for each in inside:
+        with pytest.raises(ValueError, match=re.escape(f"json_schema: got {fault}")) as error:
+            StructuredOutput(json_schema=each)
+        assert str(error.value).endswith(", which cannot be enforced")
+
+
+def test_schemas_of_pydantic_are_taken() -> None:
+    class Inner(pydantic.BaseModel):
+        kind: Literal["a", "b"]
+        size: int | None = pydantic.Field(None, ge=0, description="how many")
+
+    class Outer(pydantic.BaseModel):
+        inner: Inner = pydantic.Field(description="the first")
+        others: list[Inner] = pydantic.Field(min_length=1)
+        names: dict[str, float] = {}
+        # Names of properties are no keywords.
+        not_: str = pydantic.Field(alias="not", pattern="^a+$", max_length=3)
+
+    StructuredOutput(json_schema=Outer.model_json_schema())
 
 
 def test_forms_can_be_keys() -> None:

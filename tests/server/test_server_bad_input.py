@@ -140,6 +140,11 @@ def test_body_of_another_type_is_told_what_is_expected(strict: Client) -> None:
     assert b"content-type: application/json" in answer.partition(b"\r\n\r\n")[2]
 
 
+def test_unknown_fields_that_are_null_say_nothing(strict: Client) -> None:
+    strict.complete("a", max_tokens=2, best_of=None, suffix=None, store=None)
+    assert strict.refused({"prompt": None})["param"] == "prompt"
+
+
 def test_other_models_are_not_found(strict: Client) -> None:
     error = strict.refused({"prompt": "a", "model": "gpt-9"}, status=404)
     assert error["code"] == "model_not_found"
@@ -251,6 +256,31 @@ def test_too_many_connections_are_refused_in_words(strict: Client) -> None:
         for connection in idle:
             connection.close()
     time.sleep(0.1)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_offered_upgrades_are_passed_over(strict: Client, chunked: bool) -> None:
+    """As Java's client offers HTTP/2: the answer is that of the same request without."""
+    body = b'{"prompt": "ab", "max_tokens": 2}'
+    offer = (
+        f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        "authorization: Bearer secret\r\nconnection: Upgrade, HTTP2-Settings\r\n"
+        "upgrade: h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+    ).encode()
+    if chunked:
+        offer += b"transfer-encoding: chunked\r\n\r\n"
+        body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    else:
+        offer += b"content-length: %d\r\n\r\n" % len(body)
+    plain = _post(b'{"prompt": "ab", "max_tokens": 2}', "connection: close")
+    answer = _raw(strict, offer + body + plain)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=10) as connection:
+        connection.sendall(offer + body[:7])
+        time.sleep(0.1)
+        connection.sendall(body[7:] + plain)
+        pieces = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert pieces.count(b"HTTP/1.1 200 OK") == 2
 
 
 def test_pipelined_requests_are_answered_in_order(strict: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_batch_keeps_its_order_and_goes_on_where_it_was(
     assert answers[1]["response"]["body"]["usage"]["completion_tokens"] == 8
 
     kept = told.read_text().splitlines()[:5]
-    told.write_text("\n".join(kept) + "\n" + '{"custom_id": "r5", "resp')
+    told.write_text("\n".join(kept) + "\n" + '{"id": "5", "custom_id": "r5", "resp')
     assert main(command) == 0  # what is left is well
     again = [json.loads(line) for line in told.read_text().splitlines()]
     assert again[:5] == answers[:5]
@@ -54,15 +55,71 @@ def test_batch_keeps_its_order_and_goes_on_where_it_was(
 def test_answers_of_other_requests_are_not_continued(tmp_path: Path) -> None:
     asked, told = tmp_path / "in", tmp_path / "out"
     asked.write_text(_line("a") + "\n" + _line("b") + "\n")
-    told.write_text('{"custom_id": "b"}\n')
-    with pytest.raises(BatchError, match="line 1 is not the answer"):
-        finished_lines(asked, told)
-    told.write_text('{"custom_id": "a"}\n{"custom_id": "b"}\n{"custom_id": "c"}\n')
-    with pytest.raises(BatchError, match="line 3 is not the answer"):
-        finished_lines(asked, told)
-    told.write_text('{"custom_id": "a"}\n{"custom_id"')
-    assert finished_lines(asked, told) == 1
-    assert told.read_text() == '{"custom_id": "a"}\n'
+    a, b, c = (f'{{"id": "1", "custom_id": "{name}", "response": {{}}}}\n' for name in "abc")
+
+    def finished(content: str) -> int:
+        told.write_text(content)
+        try:
+            with asked.open("rb") as requests:
+                return finished_lines(requests, told)
+        except BatchError:
+            assert told.read_text() == content
+            raise
+
+    for content, fault in (
+        (b, "line 1 is not the answer"),
+        (a + b + c, "line 3 is not the answer"),
+        (asked.read_text(), "line 1 is not the answer"),
+        (asked.read_text().rstrip(), "line 1 is not the answer"),
+        ("precious data", "line 1 is no answer"),
+        (a + "precious data", "line 2 is no answer"),
+    ):
+        with pytest.raises(BatchError, match=fault):
+            finished(content)
+    for half in ("", "{", '{"id": "2", "cust'):
+        assert finished(a + half) == 1
+        assert told.read_text() == a
+
+
+def test_requests_of_a_pipe_are_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.write(write, (_line("a") + "\n" + _line("b") + "\n").encode())
+    os.close(write)
+    told = tmp_path / "out"
+    try:
+        command = ["run-batch", str(MODEL), "-i", f"/dev/fd/{read}", "-o", str(told), *FLAGS]
+        assert main(command) == 0
+    finally:
+        os.close(read)
+    answers = [json.loads(line) for line in told.read_text().splitlines()]
+    assert [answer["custom_id"] for answer in answers] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        ("IN", "--output-file: got IN, which is the --input-file"),
+        ("/dev/full", "--output-file: got /dev/full, expected a file or a name that is free"),
+        ("FOLDER", "FOLDER"),
+        ("/proc/x", "/proc/x: "),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_named(
+    output: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = tmp_path / "in.jsonl"
+    asked.write_text(_line("a"))
+    names = {"IN": str(asked), "FOLDER": str(tmp_path)}
+    command = ["run-batch", str(MODEL), "-i", str(asked), "-o", names.get(output, output)]
+    assert main([*command, *FLAGS]) == 2
+    printed = capsys.readouterr().err
+    for name, path in names.items():
+        error = error.replace(name, path)
+    assert error in printed
+    assert printed.count("\n") == 1
+    assert asked.read_text() == _line("a")
 
 
 @pytest.fixture

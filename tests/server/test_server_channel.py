@@ -112,9 +112,24 @@ def test_cancelled_job_gives_its_pages_back() -> None:
 def test_forms_are_compiled_at_the_other_end() -> None:
     pytest.importorskip("xgrammar")
     with linked(lambda: make_engine(logits_processing=True)) as link:
-        link.client.compile_grammar(StructuredOutput(regex="[ab]+"))
+        link.client.compile_grammar(StructuredOutput(regex="[ab]+")).result(60)
         with pytest.raises(ValueError, match="regex: got a text that is no grammar"):
-            link.client.compile_grammar(StructuredOutput(regex="[ab"))
+            link.client.compile_grammar(StructuredOutput(regex="[ab")).result(60)
+
+
+def test_a_form_that_nobody_waits_for_is_forgotten() -> None:
+    pytest.importorskip("xgrammar")
+    with linked(lambda: make_engine(logits_processing=True)) as link:
+        busy = link.thread._compiler.submit(time.sleep, 1)  # what is queued behind it has not begun
+        future = link.client.compile_grammar(StructuredOutput(regex="[ab]+"))
+        assert future.cancel()
+        busy.result(10)
+        other = StructuredOutput(regex="[cd]+")
+        link.client.compile_grammar(other).result(60)
+        grammars = link.thread._made.result().grammars
+        assert grammars is not None
+        assert grammars.keeps(other)
+        assert not grammars.keeps(StructuredOutput(regex="[ab]+"))
 
 
 def test_client_is_told_that_a_rank_is_lost() -> None:

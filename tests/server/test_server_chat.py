@@ -51,6 +51,64 @@ def _text(prompt: str, **fields: Any) -> str:
     return engine.generate([prompt], SamplingParams(**{**FIELDS, **fields}))[0].text
 
 
+def test_fields_may_be_null(ai: openai.OpenAI, chat: Client) -> None:
+    nulls = {"stream": None, "stream_options": None, "tools": None, "n": None, "logprobs": None}
+    answer = ai.chat.completions.create(model=MODEL, messages=[USER], **FIELDS, **nulls)
+    assert answer.choices[0].message.content == _text(PROMPT)
+    more = {"add_generation_prompt": None, "add_special_tokens": None, "stream": True}
+    more["stream_options"] = {"include_usage": None}
+    events = chat.events(PATH, {"messages": [USER], **FIELDS, **more})
+    text = "".join(c["delta"].get("content", "") for e in events for c in e["choices"])
+    assert text == _text(PROMPT)
+
+
+def test_tools_may_be_called_strict(chat: Client) -> None:
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    told = [
+        chat.post("/tokenize", {"messages": [USER], "tools": [tool]})[1]["tokens"]
+        for tool in (TOOL, strict)
+    ]
+    assert told[0] == told[1]
+
+
+def test_only_assistants_may_lack_content(chat: Client) -> None:
+    for role in ("user", "system", "tool"):
+        error = chat.refused({"messages": [{"role": role}]}, PATH)
+        assert error["message"] == f"messages: got a message of {role!r} without content"
+    told = chat.post("/tokenize", {"messages": [USER, {"role": "assistant", "content": None}]})[1]
+    text = TOKENIZER.decode(told["tokens"], skip_special_tokens=False)
+    assert "None" not in text
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_variables_with_a_field_of_their_own_are_refused(chat: Client, name: str) -> None:
+    body = {"messages": [USER], "chat_template_kwargs": {name: False}}
+    error = chat.refused(body, PATH)
+    assert error["message"] == f"chat_template_kwargs: got {name}, which has a field of its own"
+
+
+@pytest.mark.parametrize("name", ["self", "variables", "messages_", "tools_"])
+def test_template_variables_may_have_any_name(chat: Client, name: str) -> None:
+    body = {"messages": [USER], **FIELDS, "chat_template_kwargs": {name: 1}}
+    assert chat.post(PATH, body)[0] == 200
+
+
+def test_a_form_is_content_where_the_template_begins_to_think() -> None:
+    pytest.importorskip("xgrammar")
+    service = make_service(
+        lambda: make_engine(logits_processing=True),
+        template=ChatTemplate({"default": "{{ messages[0].content }}<think>\n"}, {}, 10.0),
+        parsers=Parsers(None, THINK),
+    )
+    with serving(service) as client:
+        form = {"structured_outputs": {"choice": ["yes", "no"]}}
+        status, document = client.post(PATH, {"messages": [USER], "max_tokens": 9, **form})
+        assert status == 200
+        message = document["choices"][0]["message"]
+        assert message["content"] in ("yes", "no")
+        assert "reasoning_content" not in message
+
+
 def test_openai_client_chats(ai: openai.OpenAI) -> None:
     expected = _text(PROMPT)
     answer = ai.chat.completions.create(model=MODEL, messages=[USER], **FIELDS)
@@ -160,7 +218,9 @@ def test_half_characters_of_a_call_stay_escapes(
     _say(monkeypatch, CALL.replace('"a": 1', '"a": "\\ud800"'))
     body = {"messages": [USER], "tools": [TOOL], "max_tokens": 20, "ignore_eos": True}
     message = chat.post(PATH, body)[1]["choices"][0]["message"]
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": "\ud800"}
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert arguments.isascii()
+    assert json.loads(arguments) == {"a": "\ud800"}
     chunks = chat.events(PATH, body)
     (call,) = [c for e in chunks for c in e["choices"][0]["delta"].get("tool_calls", ())]
     assert json.loads(call["function"]["arguments"]) == {"a": "\ud800"}

@@ -160,6 +160,16 @@ def test_metrics_count_tokens_and_answers(client: Client) -> None:
     assert read('ostinato_http_answers_total{route="/v1/completions",status="200"}') > 0
 
 
+def test_metrics_count_a_prompt_once_for_all_its_choices(client: Client) -> None:
+    def counted() -> float:
+        lines = client.get("/metrics")[1].splitlines()
+        return float(next(x.split()[1] for x in lines if x.startswith("ostinato_prompt_tokens_t")))
+
+    before = counted()
+    usage = client.complete("abcdefg", n=3, max_tokens=2, ignore_eos=True)["usage"]
+    assert counted() - before == usage["prompt_tokens"]
+
+
 def test_metrics_count_shared_prefixes_and_evictions() -> None:
     def read(name: str) -> float:
         lines = client.get("/metrics")[1].splitlines()

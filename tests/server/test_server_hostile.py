@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from ostinato.server import Settings
 from ostinato.server.chat.render import ChatTemplate
+from ostinato.server.preparation import Preparation, kind_of
 from serving import Client, make_engine, make_service, serving
 
 PATH = "/v1/completions"
@@ -60,6 +64,87 @@ def test_schema_that_explodes_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -
         error = _refused_beside_others(client, PATH, {"prompt": "a", "response_format": form})
         assert "longer than 0.5 s to compile" in error["message"]
         client.wait_idle()
+
+
+def _slow_schema(number: int) -> dict[str, Any]:
+    """Return a request whose form takes long to compile, another one for each number."""
+    depth = 600 + number
+    schema = '{"items":' * depth + '{"type":"array"}' + "}" * depth
+    return {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": schema}}
+
+
+def test_many_slow_schemas_hold_up_nobody_else() -> None:
+    pytest.importorskip("xgrammar")
+    known = {"prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": "[a-z]+"}}
+    engine = make_engine(logits_processing=True)
+    assert engine.grammars is not None
+    engine.grammars._seconds = 3.0
+    with serving(make_service(lambda: engine)) as client, ThreadPoolExecutor(12) as pool:
+        client.complete(**known)
+        slow = [pool.submit(client.post, PATH, _slow_schema(n)) for n in range(12)]
+        time.sleep(0.3)
+        for body in (SHORT, known):
+            started = time.monotonic()
+            client.complete(**body)
+            assert time.monotonic() - started < 2.5  # less than one of them takes
+        assert not all(request.done() for request in slow)
+        client.service.preparation.end()
+        assert {request.result()[0] for request in slow} <= {200, 400, 503}
+
+
+def test_long_texts_and_templates_hold_up_no_short_texts() -> None:
+    held = threading.Event()
+
+    async def main() -> str:
+        preparation = Preparation(30)
+        kinds = [kind_of("a" * 2**20)] * 3 + ["template"] * 3
+        slow = [asyncio.create_task(preparation.run(kind, held.wait)) for kind in kinds]
+        await asyncio.sleep(0.1)
+        told = await preparation.run(kind_of("a"), lambda: "told")
+        assert not any(task.done() for task in slow)
+        held.set()
+        await asyncio.gather(*slow)
+        preparation.close()
+        return told
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) == "told"
+
+
+def test_time_limits_begin_before_the_form_is_compiled() -> None:
+    pytest.importorskip("xgrammar")
+    settings = Settings(port=0, request_timeout=0.5)
+    service = make_service(lambda: make_engine(logits_processing=True), settings=settings)
+    with serving(service) as client:
+        error = client.refused(_slow_schema(0), PATH, status=504)
+        assert error["code"] == "timeout"
+
+
+def test_end_does_not_wait_for_compilations() -> None:
+    pytest.importorskip("xgrammar")
+    settings = Settings(port=0, drain_timeout=0.5)
+    service = make_service(lambda: make_engine(logits_processing=True), settings=settings)
+    with ThreadPoolExecutor(6) as pool:
+        with serving(service) as client:
+            slow = [pool.submit(client.post, PATH, _slow_schema(n)) for n in range(6)]
+            time.sleep(1.0)
+            started = time.monotonic()
+        assert time.monotonic() - started < 8  # one takes several seconds, and they wait in line
+        for request in slow:
+            status, document = request.result()
+            assert (status, document["error"]["code"]) == (503, "server_stopping")
+
+
+def test_a_compiler_that_was_killed_is_started_again() -> None:
+    pytest.importorskip("xgrammar")
+    engine = make_engine(logits_processing=True)
+    with serving(make_service(lambda: engine)) as client:
+        for regex in ("[ab]+", "[cd]+"):
+            client.complete("a", max_tokens=4, structured_outputs={"regex": regex})
+            assert engine.grammars is not None
+            worker = engine.grammars._worker
+            assert worker is not None
+            worker.kill()
+            worker._process._process.wait()
 
 
 @pytest.mark.parametrize("missing", [0, 1])

@@ -61,6 +61,14 @@ def test_words_keep_the_space_before_them() -> None:
     assert lists.taken()["text_offset"] == [0, 4, 8]
 
 
+def test_offsets_count_characters_of_several_tokens_once() -> None:
+    text = "é漢😀x"
+    lists = CompletionLogprobs(TokenTexts(BYTES))
+    for token in _ids(BYTES, text):
+        lists.add(token, LOGPROBS)
+    assert lists.taken()["text_offset"] == [0, 0, 1, 1, 1, 2, 2, 2, 2, 3]
+
+
 def test_special_tokens_have_the_bytes_of_their_names() -> None:
     texts = TokenTexts(BYTES)
     assert (texts[256], texts.bytes_of(256)) == ("<|endoftext|>", b"<|endoftext|>")

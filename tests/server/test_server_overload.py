@@ -128,8 +128,9 @@ def test_client_that_does_not_read_is_cut_off(
 
     async def answer() -> None:
         service = client.service
+        deadline = asyncio.get_running_loop().time() + 0.2
         generation = Generation(
-            service.engine, service.admission, service.metrics, [[1]], [SamplingParams()], 0.2
+            service.engine, service.admission, service.metrics, [[1]], [SamplingParams()], deadline
         )
         await generation.start()
         assert service.admission.taken == 1

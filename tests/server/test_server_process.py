@@ -17,7 +17,9 @@ from ostinato.cli.main import main
 from ostinato.server import EngineThread, Settings, bind
 from ostinato.server.http_process import HttpProcess
 from ostinato.server.loading import ServedModel
+from ostinato.server.process import serve
 from server_process import KEY, TINY_LLAMA, free_port, http_process, serve_process
+from serving import make_service
 
 BODY = {"prompt": "Classes", "max_tokens": 60, "ignore_eos": True, "stream": True, "seed": 1}
 
@@ -125,6 +127,7 @@ def test_server_listens_on_the_loopback_address_by_default(
     [
         (["--port", "70000"], "port: got 70000"),
         (["--max-queue", "-1"], "max_queue: got -1"),
+        (["--max-batch", "0"], "max_batch: got 0"),
         (["--memory-fraction", "2"], "memory_fraction: got 2.0"),
         (["--capture-sizes", "1", "8", "--max-batch", "4"], "capture_sizes: got [1, 8]"),
         (["--kv-cache-dtype", "fp4"], "--kv-cache-dtype"),
@@ -153,10 +156,23 @@ def test_missing_extra_is_named(
     assert "pip install 'ostinato[serve]'" in capsys.readouterr().err
 
 
+def test_port_that_another_listens_on_meanwhile_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    second = bind("127.0.0.1", port)  # allowed while nobody listens
+    with first:
+        first.listen()
+        assert not serve(make_service(), second)
+    assert f"port {port}: cannot be listened on: Address already in use" in caplog.text
+
+
 def test_port_in_use_is_found_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", str(TINY_LLAMA), "--port", port]) == 2
-    assert "in use" in capsys.readouterr().err
+    error = f"--host, --port: got 127.0.0.1, {port}: Address already in use"
+    assert error in capsys.readouterr().err

@@ -25,7 +25,7 @@ def rendering() -> Iterator[Any]:
 
     def render(source: str, seconds: float = 5.0, **variables: Any) -> str:
         made.append(ChatTemplate({"default": source}, {"bos_token": "<s>"}, seconds))
-        return made[-1].render(MESSAGES, **variables)
+        return made[-1].render(MESSAGES, variables=variables)
 
     yield render
     for template in made:
@@ -79,6 +79,16 @@ def test_template_that_loops_is_ended_and_forgotten() -> None:
     template.close()
 
 
+def test_a_process_that_was_killed_is_started_again() -> None:
+    template = ChatTemplate({"default": "ok"}, {}, 10.0)
+    assert template.render(MESSAGES) == "ok"
+    assert template._process is not None
+    template._process.kill()
+    template._process._process.wait()
+    assert template.render(MESSAGES) == "ok"
+    template.close()
+
+
 def test_tool_template_is_for_tools() -> None:
     template = ChatTemplate({"default": "a", "tool_use": "b{{ tools | length }}"}, {}, 5.0)
     assert template.render(MESSAGES) == "a"
@@ -89,10 +99,10 @@ def test_tool_template_is_for_tools() -> None:
 def test_templates_are_read_from_a_checkpoint(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path, 5.0) is None
 
-    def rendered(**variables: Any) -> str:
+    def rendered(tools: list[Any] | None = None) -> str:
         template = load_chat_template(tmp_path, 5.0)
         assert template is not None
-        text = template.render(MESSAGES, **variables)
+        text = template.render(MESSAGES, tools=tools)
         template.close()
         return text
 

@@ -117,6 +117,7 @@ class GrammarCompiler:
         self._compiling = threading.Lock()  # of the process
         self._info: TokenizerInfo | None = None
         self._worker: _Worker | None = None
+        self._closing = False
         self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
 
     def compile(self, structured: StructuredOutput) -> CompiledGrammar:
@@ -143,10 +144,18 @@ class GrammarCompiler:
 
         return CompiledGrammar.deserialize_json(text, self._tokenizer_info())
 
+    def keeps(self, structured: StructuredOutput) -> bool:
+        """Return whether a call for this form returns at once."""
+        return self._find(structured) is not None
+
     def close(self) -> None:
-        """End the process; the next call starts another."""
+        """End the process, and with it what is being compiled; the next call starts another."""
+        self._closing = True
+        if (worker := self._worker) is not None:
+            worker.kill()
         with self._compiling:
             self._end_worker()
+            self._closing = False
 
     def _find(self, structured: StructuredOutput) -> CompiledGrammar | None:
         with self._lock:
@@ -175,9 +184,7 @@ class GrammarCompiler:
         info = self._tokenizer_info()
         kind = structured.kind
         try:
-            if self._worker is None:
-                self._worker = _Worker(info.serialize_json())
-            answer = self._worker.ask([kind, structured.text], self._seconds)
+            answer = self._ask([kind, structured.text], info)
         except _WorkerError as error:
             self._end_worker()
             raise ValueError(f"{kind}: got a text whose grammar {error}") from error
@@ -191,6 +198,20 @@ class GrammarCompiler:
         if answer["empty"]:
             raise ValueError(f"{kind}: got a text that no token begins, expected one that some do")
         return CompiledGrammar.deserialize_json(answer["grammar"], info)
+
+    def _ask(self, question: list[object], info: TokenizerInfo) -> dict[str, Any]:
+        fresh = self._worker is None
+        if self._worker is None:
+            self._worker = _Worker(info.serialize_json())
+        if self._closing:
+            raise _WorkerError("could not be compiled: the compiler is being closed")
+        try:
+            return self._worker.ask(question, self._seconds)
+        except _WorkerError as error:
+            if fresh or not error.gone:
+                raise
+            self._end_worker()  # somebody, such as a system without memory, had ended it since
+            return self._ask(question, info)
 
     def _kept_bytes(self) -> int:
         return sum(compiled.memory_size_bytes for compiled in self._kept.values())
@@ -224,7 +245,14 @@ class GrammarCompiler:
 
 
 class _WorkerError(Exception):
-    """Why a worker has no answer: the predicate of a sentence about a grammar."""
+    """Why a worker has no answer: the predicate of a sentence about a grammar.
+
+    `gone`: it had ended before it was asked.
+    """
+
+    def __init__(self, predicate: str, *, gone: bool = False) -> None:
+        super().__init__(predicate)
+        self.gone = gone
 
 
 class _Worker:
@@ -254,9 +282,14 @@ class _Worker:
                 Silence.ENDED: "ended the process that compiles it, which has 2 GiB for it",
                 Silence.LONG: f"is larger than {_MOST_ANSWER} bytes",
             }
-            raise _WorkerError(predicates[error.reason]) from error
+            gone = error.reason is Silence.GONE
+            raise _WorkerError(predicates[error.reason], gone=gone) from error
         answer: dict[str, Any] = json.loads(answered)
         return answer
+
+    def kill(self) -> None:
+        """End the process while another thread may be asking it."""
+        self._process.kill()
 
     def end(self) -> None:
         """Kill the process and wait for its end."""

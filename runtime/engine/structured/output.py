@@ -10,6 +10,19 @@ MOST_CHARACTERS = 65536  # of a schema or grammar, and of all choices together
 _MOST_REGEX = 8192
 _MOST_CHOICES = 4096
 
+# Keywords of JSON schemas that xgrammar passes over: its grammars would allow what they forbid.
+_UNENFORCED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "$dynamicRef")
+# Those that it applies to values of the type beside them only.
+_OF_A_TYPE = (
+    *("minLength", "maxLength", "pattern", "multipleOf"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+)
+# Of these it reads one, and no keyword beside it.
+_ALONE = ("$ref", "anyOf", "oneOf", "allOf")
+_SCHEMAS = ("items", "additionalProperties", "propertyNames", "contains", "unevaluatedProperties")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+
 
 @dataclass(frozen=True)
 class StructuredOutput:
@@ -17,7 +30,8 @@ class StructuredOutput:
 
     Args:
         json_schema: a JSON schema, as text or as a mapping. Objects have the properties that it
-            names, in their order.
+            names, in their order. `oneOf` is read as `anyOf`; keywords that could not be enforced,
+            such as `not`, `uniqueItems` and references to other documents, are refused.
         json_object: any JSON object.
         regex: a regular expression that the whole text matches.
         choice: the texts there may be.
@@ -78,7 +92,50 @@ def _schema(schema: object) -> str:
         raise ValueError(f"json_schema: got no JSON ({error}), expected a schema") from error
     if not isinstance(schema, Mapping | bool):
         raise ValueError(f"json_schema: got {text[:80]}, expected an object or a boolean")
+    _check_keywords(schema)
     return text
+
+
+def _check_keywords(schema: object) -> None:
+    """Refuse what xgrammar would pass over without a word."""
+    left = [schema]
+    while left:
+        found = left.pop()
+        if not isinstance(found, Mapping):
+            continue
+        fault = _unenforced(found)
+        if fault is not None:
+            raise ValueError(f"json_schema: got {fault}, which cannot be enforced")
+        left += [found[name] for name in _SCHEMAS if name in found]
+        for name in _LISTS:
+            if isinstance(within := found.get(name), Sequence):
+                left += within
+        for name in _NAMED:
+            if isinstance(within := found.get(name), Mapping):
+                left += within.values()
+
+
+def _unenforced(schema: Mapping[str, object]) -> str | None:
+    """Return what of a schema is not enforced, those in it left aside."""
+    for name in _UNENFORCED:
+        if name in schema:
+            return f"{name!r}"
+    if schema.get("uniqueItems") is True:
+        return "'uniqueItems'"
+    reference, parts = schema.get("$ref"), schema.get("allOf")
+    if isinstance(reference, str) and not reference.startswith("#"):
+        return f"a '$ref' to another document, {reference[:80]!r}"
+    if isinstance(parts, Sequence) and len(parts) > 1:
+        return f"'allOf' of {len(parts)} schemas"
+    alone = [name for name in _ALONE if name in schema]
+    checked = (*_OF_A_TYPE, "properties", "required", "items", "enum", "const", *alone[1:])
+    for name in checked:
+        if alone and name in schema:
+            return f"{name!r} beside {alone[0]!r}"
+    for name in _OF_A_TYPE:
+        if name in schema and not {"type", "enum", "const"} & schema.keys():
+            return f"{name!r} without a 'type'"
+    return None
 
 
 def _choices(choices: object) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ class ChatRequest(SamplingFields, ChatPrompt):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    add_special_tokens: bool = False
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatRequest:
@@ -55,15 +55,14 @@ async def chat(body: ChatRequest, request: Request, service: Served) -> Response
         )
     with_tools = body.tool_choice != "none"
     text = await rendered(body, service, tools=with_tools)
-    prompt = await service.encode(text, special=body.add_special_tokens)
+    prompt = await service.encode(text, special=bool(body.add_special_tokens))
     most = body.checked_max_tokens(len(prompt), service.max_context, service.max_context)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, most, service.defaults, choices, logprobs=logprobs)
     names = {tool.function.name for tool in body.tools or () if with_tools}
-    readers = [
-        MessageReader(service.parsers, names, thinking=text.rstrip().endswith("<think>"))
-        for _ in range(choices)
-    ]
+    # A form holds from the first token on, so that such a text has no reasoning.
+    thinking = params[0].structured is None and text.rstrip().endswith("<think>")
+    readers = [MessageReader(service.parsers, names, thinking=thinking) for _ in range(choices)]
     generation = await service.generate([prompt] * choices, params, form_field=body.form_field)
     document = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",

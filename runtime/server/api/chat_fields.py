@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -55,9 +55,18 @@ class Message(Fields):
         """Return what a template is given.
 
         Raises:
-            ApiError: when the arguments of a call are no JSON.
+            ApiError: when the arguments of a call are no JSON, or there is no content, which only
+                an assistant's message may lack.
         """
         content = self.content
+        if content is None:
+            if self.role != "assistant":
+                raise ApiError(
+                    400,
+                    f"messages: got a message of {self.role!r} without content",
+                    param="messages",
+                )
+            content = ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         message: dict[str, Any] = {
@@ -73,12 +82,15 @@ class Message(Fields):
 
 
 class Function(Fields):
-    """A function that a model may call; `parameters` is a JSON schema."""
+    """A function that a model may call; `parameters` is a JSON schema.
+
+    `strict` is what clients for agents send: nothing holds arguments to the schema.
+    """
 
     name: str = Field(max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Fields):
@@ -86,6 +98,10 @@ class Tool(Fields):
 
     type: Literal["function"]
     function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what a template is given."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
 class ChatPrompt(Fields):
@@ -95,7 +111,7 @@ class ChatPrompt(Fields):
         Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None
     ) = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -115,24 +131,23 @@ async def rendered(body: ChatPrompt, service: Service, *, tools: bool = True) ->
             400, "messages: the model has no chat template: use /v1/completions", param="messages"
         )
     offered = body.tools if tools else None
-    variables = {
-        **(body.chat_template_kwargs or {}),
-        "add_generation_prompt": body.add_generation_prompt,
-    }
-    for name in ("messages", "tools"):
-        if name in variables:
+    given = body.chat_template_kwargs or {}
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in given:
             raise ApiError(
                 400,
                 f"chat_template_kwargs: got {name}, which has a field of its own",
                 param="chat_template_kwargs",
             )
     try:
-        return await asyncio.to_thread(
+        render = partial(
             service.template.render,
             [message.for_template() for message in body.messages or ()],
-            tools=[tool.model_dump(exclude_none=True) for tool in offered] if offered else None,
-            **variables,
+            tools=[tool.for_template() for tool in offered] if offered else None,
+            variables={**given, "add_generation_prompt": body.add_generation_prompt is not False},
         )
+        text: str = await service.preparation.run("template", render)
+        return text
     except TemplateFault as fault:
         raise ApiError(400, str(fault), param="messages", code="template_error") from None
 

@@ -46,9 +46,9 @@ class CompletionRequest(SamplingFields):
     """The body of a request."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts)]
-    echo: bool = False
+    echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
 
 
 @ROUTER.post("/v1/completions")
@@ -100,7 +100,7 @@ async def completions(body: CompletionRequest, request: Request, service: Served
 async def _encoded(body: CompletionRequest, service: Service) -> list[list[int]]:
     _check_count(len(body.prompt), service)
     return [
-        await service.encode(prompt, special=body.add_special_tokens)
+        await service.encode(prompt, special=body.add_special_tokens is not False)
         if isinstance(prompt, str)
         else prompt
         for prompt in body.prompt

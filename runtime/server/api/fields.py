@@ -18,7 +18,10 @@ StopStrings = Annotated[list[StopString], Field(max_length=32, fail_fast=True)]
 
 
 class Fields(BaseModel):
-    """A JSON object of a request: unknown fields and wrong types are refused."""
+    """A JSON object of a request: unknown fields and wrong types are refused.
+
+    An unknown field that is null says nothing, and is passed over: some clients send all they know.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -27,14 +30,17 @@ class Fields(BaseModel):
     def _check_count(cls, data: Any) -> Any:
         if isinstance(data, dict) and len(data) > _MOST_FIELDS:
             raise ValueError(f"got {len(data)} fields, expected at most {_MOST_FIELDS}")
+        if isinstance(data, dict):
+            known = {item.alias or name for name, item in cls.model_fields.items()}
+            return {k: value for k, value in data.items() if value is not None or k in known}
         return data
 
 
 class StreamOptions(Fields):
     """What a stream says besides its text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class Schema(Fields):
@@ -71,7 +77,7 @@ class Structure(Fields):
     """The form of an answer in vLLM's API: one of these."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
-    json_object: bool = False
+    json_object: bool | None = None
     regex: str | None = None
     choice: Annotated[list[str], Field(max_length=4096, fail_fast=True)] | None = None
     grammar: str | None = None
@@ -85,7 +91,7 @@ class Structure(Fields):
         return _form(
             "structured_outputs",
             json_schema=self.json_,
-            json_object=self.json_object,
+            json_object=bool(self.json_object),
             regex=self.regex,
             choice=self.choice,
             grammar=self.grammar,
@@ -103,7 +109,7 @@ class SamplingFields(Fields):
     """Fields of OpenAI's API, and of vLLM's, that say how a text goes on."""
 
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=128)
     max_tokens: int | None = None
@@ -171,7 +177,7 @@ class SamplingFields(Fields):
             raise ApiError(
                 400, "stream_options: expected stream to be true", param="stream_options"
             )
-        return self.stream_options.include_usage
+        return bool(self.stream_options.include_usage)
 
 
 # Fields that `SamplingParams` has under the same name.

@@ -165,13 +165,27 @@ class MessageReader:
         return [Delta(call=call) for call in calls]
 
     def _call_of(self, item: Any) -> dict[str, Any] | None:
-        if not isinstance(item, dict) or item.get("name") not in self._tools:
+        name = item.get("name") if isinstance(item, dict) else None
+        if not isinstance(name, str) or name not in self._tools:
             return None
         arguments = item.get("arguments", item.get("parameters", {}))
         if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            try:
+                arguments = _json(arguments)
+            except ValueError:  # infinity or NaN, which JSON does not have
+                return None
         return {
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
-            "function": {"name": item["name"], "arguments": arguments},
+            "function": {"name": name, "arguments": arguments},
         }
+
+
+def _json(value: Any) -> str:
+    """Return a value as JSON, with halves of characters as escapes."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...line_process import LineProcess, NoAnswerError, Silence
@@ -50,7 +51,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return the prompt that the messages make.
 
@@ -69,7 +70,7 @@ class ChatTemplate:
         line = json.dumps(order).encode()
         with self._lock:
             try:
-                answer = json.loads(self._ask(line))
+                answer = json.loads(self._answer(line))
             except BaseException as error:
                 self._end()  # it may be anywhere in its work
                 if isinstance(error, NoAnswerError):
@@ -84,6 +85,15 @@ class ChatTemplate:
         """End the process."""
         with self._lock:
             self._end()
+
+    def _answer(self, line: bytes) -> bytes:
+        try:
+            return self._ask(line)
+        except NoAnswerError as error:
+            if error.reason is not Silence.GONE:
+                raise
+            self._end()  # somebody, such as a system without memory, had ended it since
+            return self._ask(line)
 
     def _ask(self, line: bytes) -> bytes:
         if self._process is None:

@@ -58,7 +58,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _render(environment: ImmutableSandboxedEnvironment, source: str, variables: Any) -> str:
     pieces, size = [], 0
-    for piece in environment.from_string(source).generate(**variables):
+    for piece in environment.from_string(source).generate(variables):
         size += len(piece)
         if size > _MOST_CHARACTERS:
             raise TemplateError(f"it wrote more than {_MOST_CHARACTERS} characters")
