@@ -113,7 +113,7 @@ def _numbers_as_rows(name: str, value: object, spec: BufferSpec, n: int) -> torc
     if isinstance(value, np.ndarray) and np.iscomplexobj(value):  # torch would take the real part
         raise TypeError(f"inputs[{name!r}]: got numbers of {value.dtype}, expected {spec.dtype}")
     if isinstance(value, np.ndarray) and min(value.strides, default=0) < 0:
-        value = np.ascontiguousarray(value)  # torch has no such strides
+        value = value.copy()  # torch has no such strides
     try:
         # Directly in a narrow dtype, numbers too large for it would become infinite or saturate.
         dtype = torch.float64 if floating else None

@@ -160,6 +160,47 @@ def exchange(model: Any) -> None:
     model.model.layers[1].mlp.up_proj = OtherLinear(32, 48)
 
 
+def adapt(model: Any) -> None:
+    """As PEFT's layers are, whose class is called Linear, too."""
+    model.get_submodule(UP).register_module("lora_A", nn.Identity())
+
+
+class Linear(nn.Linear):
+    pass
+
+
+def rename(model: Any) -> None:
+    model.get_submodule(UP).__class__ = Linear
+
+
+def patch(model: Any) -> None:
+    up = model.get_submodule(UP)
+    up.forward = lambda x: 3 * nn.functional.linear(x, up.weight)
+
+
+def zero(model: Any) -> None:
+    model.get_submodule(UP).weight.data.zero_()
+
+
+def prune(model: Any) -> None:
+    model.get_submodule(UP).weight.data[:24] = 0
+
+
+def halve(model: Any) -> None:
+    model.get_submodule(UP).weight.data *= 0.5
+
+
+def negate(model: Any) -> None:
+    model.get_submodule(UP).weight.data.neg_()
+
+
+def scale_rows(model: Any) -> None:
+    model.get_submodule(UP).weight.data *= torch.linspace(0.2, 3, 48)[:, None]
+
+
+CHANGED = "not what the checkpoint holds"
+
+
 def widen(model: Any) -> None:
     model.model.layers[1].mlp.up_proj = nn.Linear(32, 52, bias=False)
 
@@ -170,7 +211,15 @@ def widen(model: Any) -> None:
         (merge, "not what the checkpoint holds, as after merging an adapter"),
         (hook, "it has hooks"),
         (offload, "on the meta device"),
-        (exchange, "its class OtherLinear is none of Linear, FP8Linear"),
+        (exchange, "its class .*OtherLinear is none of Linear, FP8Linear"),
+        (adapt, "it has modules of its own, as an adapter has"),
+        (rename, r"its class .*linears\.Linear is none of Linear, FP8Linear"),
+        (patch, "its forward has been replaced"),
+        (zero, CHANGED),
+        (prune, CHANGED),
+        (halve, CHANGED),
+        (negate, CHANGED),
+        (scale_rows, CHANGED),
         (widen, r"up_proj.weight: got shape \[48, 32\], expected \[52, 32\]"),
     ],
 )
@@ -185,6 +234,19 @@ def test_what_cannot_be_replaced_is_left_and_said(
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(outcome.left[UP])
     assert not isinstance(model.get_submodule(UP), QuantizedLinear)
+
+
+@pytest.mark.parametrize("change", [merge, zero, prune, halve, negate, scale_rows])
+@pytest.mark.parametrize("form", ["ct-int8-dynamic", "ct-fp8-static"])
+def test_a_change_after_decompression_is_noticed(
+    form: str, change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    model = of_format(tmp_path, form)
+    model(torch.tensor([[3, 41]]))  # which decompresses it
+    change(model)
+    outcome = quantize_linears(model)
+    assert list(outcome.left) == [UP]
+    assert CHANGED in outcome.left[UP]
 
 
 def test_a_changed_bias_is_noticed(tmp_path: Path) -> None:

@@ -25,8 +25,15 @@ from ...ops.linear.precompile import precompile
 from .linear_module import QuantizedLinear
 from .replace import remove_wrappers
 
-# Classes that transformers puts in the place of linear modules, whose forward is theirs.
-_CLASSES = ("Linear", "FP8Linear", "FbgemmFp8Linear", "CompressedTensorsFP8Linear")
+# torch's class, and those that transformers puts in its place, with the package that each is of.
+_CLASSES = {
+    "Linear": "torch",
+    "FP8Linear": "transformers",
+    "FbgemmFp8Linear": "transformers",
+    "CompressedTensorsFP8Linear": "transformers",
+}
+# What wraps a module's forward and does no more than what a `QuantizedLinear` does.
+_WRAPPERS = ("compressed_tensors", "transformers")
 _BLOCK = 128  # columns that share a scale, in whatever format
 _ROWS = 1024  # are compared at a time, which bounds the fp32 copies
 
@@ -182,10 +189,11 @@ def _product(
         reader.check_tensors(specs)
     except CheckpointError as error:
         return f"not as the checkpoint has it: {error}"
-    stored = [(weight, reader.read(specs[0]))]
+    same = _is_as_stored(weight, reader.read(specs[0]), _scales(scheme, part, reader))
     if part.bias is not None and isinstance(bias, torch.Tensor):
-        stored.append((bias, reader.read(part.bias)))
-    if not all(_is_as_stored(held, of_file) for held, of_file in stored):
+        held, of_file = bias.detach().float(), reader.read(part.bias).to(bias.device).float()
+        same = same and torch.allclose(held, of_file, rtol=_rtol(bias), atol=0)
+    if not same:
         return "its weight or bias is not what the checkpoint holds, as after merging an adapter"
     factors = scheme.input_factors(part)
     if factors is not None and not reader.has(factors):
@@ -200,8 +208,14 @@ def _product(
 
 def _reason_to_leave(module: torch.nn.Module, weight: object) -> str | None:
     """Return why a module cannot be replaced, whatever the checkpoint holds; None if it can be."""
-    if type(module).__name__ not in _CLASSES:
-        return f"its class {type(module).__name__} is none of {', '.join(_CLASSES)}"
+    kind = type(module)
+    if _CLASSES.get(kind.__name__) != kind.__module__.partition(".")[0]:
+        name = f"{kind.__module__}.{kind.__name__}"
+        return f"its class {name} is none of {', '.join(_CLASSES)} of torch and transformers"
+    if next(module.children(), None) is not None:
+        return "it has modules of its own, as an adapter has"
+    if not _has_known_forward(module):
+        return "its forward has been replaced"
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
         return "it has no weight of two dimensions"
     if weight.is_meta:
@@ -212,32 +226,65 @@ def _reason_to_leave(module: torch.nn.Module, weight: object) -> str | None:
     return None
 
 
-def _is_as_stored(held: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Return whether each block of columns of a model's tensor is that of the file, times a number.
+def _has_known_forward(module: torch.nn.Module) -> bool:
+    """Return whether a module's forward is its class's, or what a quantiser has made of that."""
+    forward = vars(module).get("forward")
+    if forward is None:
+        return True
+    function = getattr(forward, "__func__", forward)
+    source = getattr(function, "__globals__", {}).get("__name__", "")
+    return str(source).partition(".")[0] in _WRAPPERS
 
-    So it is for codes, and for what they are dequantised to by a scale per tensor, row or block.
 
-    Args:
-        held: [N, K] or [N], of the model.
-        stored: of the file; of any shape is that of another module.
-    """
-    if held.shape != stored.shape:
-        return False
+def _scales(scheme: Any, part: Module, reader: CheckpointReader) -> torch.Tensor:
+    """Return the file's scales of a weight [N, K] as [N or 1, ceil(K / 128) or 1]."""
+    spec = scheme.weight_scale(part)
+    scales = read_scale(reader, spec)
+    if scales.numel() == 1 or spec.shape[0] == part.rows:
+        return scales[:, None]
+    blocks = scales.reshape(-(-part.rows // _BLOCK), -1)
+    return blocks.repeat_interleave(_BLOCK, 0)[: part.rows]
+
+
+def _rtol(held: torch.Tensor) -> float:
     # What is dequantised has been rounded, and so may the scale have been.
     eps = 0.0 if held.itemsize == 1 else torch.finfo(held.dtype).eps
     # What sums of 128 products in fp32 may be wrong by.
-    rtol = max(2 * eps, 1e-5)
-    pairs = zip(held.detach().split(_ROWS), stored.split(_ROWS), strict=True)
-    return all(_is_multiple(ours, theirs.to(ours.device), rtol) for ours, theirs in pairs)
+    return max(2 * eps, 1e-5)
 
 
-def _is_multiple(held: torch.Tensor, stored: torch.Tensor, rtol: float) -> bool:
-    if held.ndim == 1:
-        return torch.allclose(held.float(), stored.float(), rtol=rtol, atol=0)
+def _is_as_stored(held: torch.Tensor, stored: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Return whether a model's weight has the codes of the file, or these times their scales.
+
+    Args:
+        held: [N, K], of the model.
+        stored: of the file; of any shape is that of another module.
+        scales: [N or 1, ceil(K / 128) or 1].
+    """
+    if held.shape != stored.shape:
+        return False
+    rtol = _rtol(held)
+    rows = scales.expand(len(stored), -1)
+    pieces = [x.split(_ROWS) for x in (held.detach(), stored, rows)]
+    same = [
+        [_is_multiple(ours, theirs.to(ours.device), factor, rtol) for factor in (of_file, one)]
+        for ours, theirs, of_file in zip(*pieces, strict=True)
+        for one in [torch.ones(1, 1)]
+    ]
+    return any(all(kind) for kind in zip(*same, strict=True))
+
+
+def _is_multiple(
+    held: torch.Tensor, stored: torch.Tensor, factors: torch.Tensor, rtol: float
+) -> bool:
+    """Return whether each block of columns is that of the file, times about its factor."""
     padding = (0, -held.size(1) % _BLOCK)
     ours, theirs = (
         functional.pad(x.float(), padding).unflatten(1, (-1, _BLOCK)) for x in (held, stored)
     )
     # The least-squares factor; a block of zeros has none, and any does.
-    factor = (ours * theirs).sum(2, keepdim=True) / theirs.square().sum(2, keepdim=True)
-    return torch.allclose(ours, factor.nan_to_num() * theirs, rtol=rtol, atol=0)
+    best = (ours * theirs).sum(2, keepdim=True) / theirs.square().sum(2, keepdim=True)
+    expected = factors.to(held.device)[:, :, None].expand_as(best)
+    if not torch.allclose(best.where(best.isfinite(), expected), expected, rtol=rtol, atol=0):
+        return False
+    return torch.allclose(ours, best.nan_to_num() * theirs, rtol=rtol, atol=0)
