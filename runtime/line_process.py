@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from enum import Enum, auto
 from pathlib import Path
@@ -57,6 +58,8 @@ class LineProcess:
             start_new_session=True,  # Ctrl-C is for its parent
         )
         os.set_blocking(self._pipes[0].fileno(), False)  # see the deadline of `ask`
+        # A process that nobody can ask any more would wait for ever: Popen keeps its input open.
+        weakref.finalize(self, self._process.kill).atexit = False  # its input is closed then
 
     @property
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +64,16 @@ def test_a_process_that_has_ended_is_gone(started: Callable[[str], LineProcess])
     with pytest.raises(NoAnswerError) as caught:
         process.ask(b"x", 30.0)
     assert caught.value.reason is Silence.GONE
+
+
+def test_a_process_ends_with_whoever_asks_it(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys\nfor line in sys.stdin: print(1, flush=True)")
+    process = LineProcess(tmp_path / "program.py", {})
+    assert process.ask(b"a", 30) == b"1"
+    child = process._process
+    del process
+    gc.collect()
+    assert child.wait(30) == -signal.SIGKILL
 
 
 def test_programs_import_what_this_process_can(

@@ -20,7 +20,8 @@ from .errors import CheckpointError
 from .files import open_regular, unreadable
 from .section import parse_json
 
-# Spelling of dtypes in the file. Others exist; they are kept as text and never asked for.
+# Spelling of dtypes in the file. Others exist; they are kept as text and never asked for. Some of
+# these are of other towers only, and copied.
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -30,6 +31,14 @@ DTYPE_NAMES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
 }
 _ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 _LENGTH_BYTES = 8

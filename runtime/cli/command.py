@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import NoReturn
 from ..model_path import PathError, find_folder
 
 FAILED = 1  # the exit code of a command whose work has failed
+# A full disk, a quota, a limit on a file's size, a terminal that is gone.
+NO_MORE_IS_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class UserError(Exception):
@@ -46,6 +49,8 @@ def user_errors(*types: type[Exception]) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except expected as error:
+        if isinstance(error, OSError) and error.errno in NO_MORE_IS_WRITTEN:
+            raise  # no fault of what was asked for
         raise UserError(_one_line(error)) from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from .. import __version__
 from ..jit.errors import KernelError
 from . import batch, build, chat, env, generate, kernels, quantize, serve, tune
 from .bench import group as bench
-from .command import FAILED, Command, Parser, UserError
+from .command import FAILED, NO_MORE_IS_WRITTEN, Command, Parser, UserError
 from .interrupt import INTERRUPTED
 from .ranks import is_heard
 
@@ -33,8 +32,6 @@ COMMANDS: dict[str, Command] = {
 USER_ERROR = 2
 BROKEN_PIPE = 128 + signal.SIGPIPE
 _RANK_0_PRINTS_S = 5.0  # it may still be starting
-# A full disk, a quota, a limit on a file's size, a terminal that is gone.
-_NO_MORE_IS_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return BROKEN_PIPE
     except OSError as error:
-        if error.errno not in _NO_MORE_IS_WRITTEN:
+        if error.errno not in NO_MORE_IS_WRITTEN:
             raise
         _drop_output()
         print(f"{name}: error: {error}", file=sys.stderr)

@@ -21,8 +21,15 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 def world_size() -> int:
-    """Return how many processes torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return how many processes torchrun has started; 1 without it.
+
+    Raises:
+        UserError: when the environment holds no number.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"WORLD_SIZE: got {text!r} in the environment, expected a number")
+    return int(text)
 
 
 def is_heard() -> bool:

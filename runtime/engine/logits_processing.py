@@ -204,4 +204,5 @@ def _edits(request: Request) -> list[tuple[int, float, int]]:
     """Return what is added to which token's logit, until so many tokens have been generated."""
     params = request.sampling_params
     biases = [(token, bias, request.max_new_tokens) for token, bias in params.logit_bias.items()]
-    return biases + [(token, -math.inf, params.min_tokens) for token in request.forbidden_ids]
+    least = min(params.min_tokens, request.max_new_tokens)
+    return biases + [(token, -math.inf, least) for token in request.forbidden_ids]

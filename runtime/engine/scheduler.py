@@ -260,6 +260,7 @@ class Scheduler:
         else:
             # Half a prompt is computed again: cheaper than moving it, and to the same bits.
             self.cache.free(request.id)
+            request.prompt_rows.clear()  # other chunks may be computed as one next time
         self._release(request)
         self.waiting.appendleft(request)
 

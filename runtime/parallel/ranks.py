@@ -30,16 +30,36 @@ _GIVE_UP = 0.75  # of the timeout: a collective waits so long, and no rank is si
 _DEVICE_TIMEOUT_S = 600.0  # of NCCL's collectives: a rank may compile while the others wait
 _LAST_WORDS_S = 5.0  # for the others to leave, or to read of a failure
 _BACKLOG = 2048  # connections that may wait for the store
+_LONGEST_S = 1e6  # that torch takes for a timeout, too
 
 
 def world_size() -> int:
-    """Return the number of processes that torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of processes that torchrun has started; 1 without it.
+
+    Raises:
+        ValueError: when the environment holds no number.
+    """
+    return _number("WORLD_SIZE", "1")
 
 
 def rank_here() -> int:
     """Return the number of this process among them."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", "0")
+
+
+def _number(name: str, default: str = "") -> int:
+    text = os.environ.get(name, default)
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{name}: got {text!r} in the environment, expected a number")
+    return int(text)
+
+
+def _checked_timeout(timeout_s: float) -> float:
+    if not 0 < as_seconds("timeout_s", timeout_s) < _LONGEST_S:
+        raise ValueError(
+            f"timeout_s: got {timeout_s}, expected a positive number of at most {_LONGEST_S:g}"
+        )
+    return timeout_s
 
 
 class Ranks:
@@ -74,9 +94,7 @@ class Ranks:
     group: distributed.ProcessGroup
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
-        if as_seconds("timeout_s", timeout_s) <= 0:
-            raise ValueError(f"timeout_s: got {timeout_s}, expected a positive number")
-        self.timeout_s = timeout_s
+        self.timeout_s = _checked_timeout(timeout_s)
         self.rank, self.size = rank, size
         self._owns_group = False
         self._closed = False
@@ -253,14 +271,20 @@ def start_ranks(device: torch.device, *, timeout_s: float = DEFAULT_TIMEOUT_S) -
         timeout_s: of `Ranks`.
 
     Raises:
-        ValueError: without torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+        TypeError, ValueError: as `Ranks`, or without torchrun's environment (RANK, WORLD_SIZE,
+            MASTER_ADDR, MASTER_PORT).
         RankError: when the other ranks do not come.
     """
+    _checked_timeout(timeout_s)
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise ValueError(f"{', '.join(missing)}: not set, expected the environment of torchrun")
-    rank, size = rank_here(), world_size()
+    rank, size, port = rank_here(), world_size(), _number("MASTER_PORT")
+    if not rank < size:
+        raise ValueError(f"RANK: got {rank}, expected less than WORLD_SIZE, {size}")
+    if not port < 1 << 16:
+        raise ValueError(f"MASTER_PORT: got {port}, expected less than 65536")
     store = _store(rank, timeout_s)
     # Before the group, so that a rank that does not come to it is known by name.
     ranks = Ranks(_connection(store), rank, size, timeout_s)

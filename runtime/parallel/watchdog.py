@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from torch import distributed
 
 from ostinato.graphs.errors import GraphError, RankError
-from ostinato.graphs.process_group import declare_lost, describe, lost_ranks
+from ostinato.graphs.process_group import CaptureGroup, declare_lost, describe, lost_ranks
 
 from ..ops import CommunicatorError
 from ..ops.collective import communicator as collectives
@@ -25,7 +26,10 @@ EXIT_CODE = 1  # of a process that is ended because it hangs
 _TICK_S = 0.05
 _ANSWER_S = 2.0  # for the store to say who was lost first, before this rank says so by itself
 _COLLECTIVES = collectives.__file__
+_TORCHS = os.path.dirname(distributed.__file__)
 _LEFT = -1  # instead of a rank's sign of life, once it has closed
+_TOO_EARLY = "has left, while another rank waits for it"
+_MEETING = CaptureGroup._wait.__code__
 # What torch says where a collective ends because of another rank.
 _OTHERS_FAULT = re.compile("gloo|nccl|connection|timed out|store|socket|peer", re.IGNORECASE)
 
@@ -37,6 +41,7 @@ class Watchdog:
     block where the store's host hangs, the other one judges, and ends this process when it hangs.
 
     - A rank whose process ends, unless it has closed, is lost at once where it is on this host.
+    - A rank that has closed is lost where another goes on to wait for it.
     - A rank that gives no sign of life for half of `timeout_s` is lost.
     - A rank that is in one call of `working` for all of `timeout_s` is lost, if no other rank has
       got less far.
@@ -75,7 +80,7 @@ class Watchdog:
         now = time.monotonic()
         self._signs = dict.fromkeys(processes, "")
         self._heard = dict.fromkeys(processes, now)
-        self._left: set[int] = set()
+        self._left: dict[int, float] = {}  # when that was heard of each
         self._answered = now  # when the store did, last
         self._progress = 0
         self._busy_since: float | None = None
@@ -199,7 +204,7 @@ class Watchdog:
         while (waited := time.monotonic() - started) < seconds:
             # A lost rank may live, and read why it is given up.
             lost = self._failures if self._failures and waited > _ANSWER_S else {}
-            gone = self._left | set(lost)
+            gone = {*self._left, *lost}
             if all(r in gone or p.ended for r, p in self._processes.items()):
                 return
             self._look.set()
@@ -232,9 +237,13 @@ class Watchdog:
             if text != self._signs[rank]:
                 self._signs[rank], self._heard[rank] = text, now
             if json.loads(text)[0] == _LEFT:
-                self._left.add(rank)
+                self._left.setdefault(rank, now)
         self._answered = now
-        suspects = {r: what for r, what in self._suspects.items() if r not in self._left}
+        suspects = {
+            r: what
+            for r, what in self._suspects.items()
+            if r not in self._left or what == _TOO_EARLY
+        }
         if suspects and self._failures is None:
             self._settle(declare_lost(store, suspects))
 
@@ -275,6 +284,8 @@ class Watchdog:
                 self._settle(self._suspects)
 
     def _suspicions(self, now: float) -> dict[int, str]:
+        if early := self._left_too_early(now):
+            return early
         here = {r: p for r, p in self._processes.items() if r not in self._left}
         ended = {r: f"has ended: process {p.pid}" for r, p in here.items() if p.ended}
         if ended:
@@ -295,6 +306,23 @@ class Watchdog:
         least = min(got.values())
         stuck = f"has been in one step for {self._timeout_s:g} s"
         return {rank: stuck for rank, progress in got.items() if progress == least}
+
+    def _left_too_early(self, now: float) -> dict[int, str]:
+        """Return the ranks that have left although this one does not, and waits for them."""
+        early = {rank: _TOO_EARLY for rank, at in self._left.items() if now - at > _ANSWER_S}
+        if not early or self._leaving_since is not None:
+            return {}
+        return early if self.waits or self._is_in_a_meeting() else {}
+
+    def _is_in_a_meeting(self) -> bool:
+        """Return whether a thread of this process waits for others in a capture."""
+        for frame in [*sys._current_frames().values()]:
+            at: FrameType | None = frame
+            while at is not None:
+                if at.f_code is _MEETING:
+                    return True
+                at = at.f_back
+        return False
 
     def _settle(self, failures: Mapping[int, str]) -> None:
         with self._settling:
@@ -325,7 +353,21 @@ def is_of_others(error: BaseException) -> bool:
         return is_of_others(error.__cause__)  # of a capture that it has ended
     if isinstance(error, distributed.DistError | CommunicatorError):
         return True
-    return type(error) is RuntimeError and _OTHERS_FAULT.search(str(error)) is not None
+    words = type(error) is RuntimeError and _OTHERS_FAULT.search(str(error)) is not None
+    return words and _comes_from_a_collective(error)
+
+
+def _comes_from_a_collective(error: BaseException) -> bool:
+    """Return whether an error came out of a collective, or nobody knows where it came from."""
+    at = error.__traceback__
+    if at is None:
+        return True
+    while at is not None:
+        file = at.tb_frame.f_code.co_filename
+        if file == _COLLECTIVES or file.startswith(_TORCHS):
+            return True
+        at = at.tb_next
+    return False
 
 
 def _failed(error: BaseException) -> str:

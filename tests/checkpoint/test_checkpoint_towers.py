@@ -130,6 +130,20 @@ def test_tensors_of_other_towers_do_not_count(
     loads(save(tmp_path, config_of(llava), tensors), llava)
 
 
+def test_tensors_of_other_towers_are_copied_whatever_their_type(
+    llava: PreTrainedModel, tmp_path: Path
+) -> None:
+    kinds = [torch.uint8, torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64]
+    kinds += [torch.float8_e5m2, torch.complex64]
+    extra = {f"model.vision_tower.extra.{n}": torch.ones(3).to(k) for n, k in enumerate(kinds)}
+    source = save(tmp_path / "source", config_of(llava), {**tensors_of(llava), **extra})
+    quantize_checkpoint(source, tmp_path / "target", scheme="int8", progress=False)
+    written = load_file(tmp_path / "target" / "model.safetensors")
+    for name, tensor in extra.items():
+        assert written[name].dtype == tensor.dtype
+        assert written[name].view(torch.uint8).equal(tensor.view(torch.uint8))
+
+
 @pytest.mark.parametrize("prefixes", [NEW, OLD, PLAIN], ids=["new", "old", "plain"])
 @pytest.mark.parametrize("missing", ["model.language_model.layers.1.mlp.up_proj", "lm_head"])
 def test_a_missing_tensor_of_the_text_tower_is_named(

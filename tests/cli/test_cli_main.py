@@ -174,6 +174,17 @@ def test_a_full_disk_is_an_error_in_one_line(
     assert done.stderr.endswith("error: [Errno 28] No space left on device\n")
 
 
+def test_a_file_that_cannot_grow_is_a_failure(checkpoint: Path, tmp_path: Path) -> None:
+    command = f"quantize {checkpoint} {tmp_path / 'new'} --scheme int8"
+    script = f"ulimit -f 8; {sys.executable} -m ostinato {command}"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=ENVIRONMENT, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr == "ostinato quantize: error: [Errno 27] File too large\n"
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(KeyboardInterrupt(), 130), (UserError("no"), 2), (RuntimeError(), None)]
 )

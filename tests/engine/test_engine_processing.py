@@ -138,6 +138,39 @@ def test_preempted_requests_keep_their_counts(device: torch.device) -> None:
     assert tight.stats.preemptions > 0
 
 
+def test_a_half_prompt_that_is_preempted_keeps_one_row_a_token(device: torch.device) -> None:
+    prompt = list(range(5, 105))
+    asked = SamplingParams(max_tokens=2, prompt_logprobs=0, ignore_eos=True, seed=1)
+    sizes: dict[str, Any] = {"max_batch": 2, "prefill_chunk": 8, "max_prefill_tokens": 32}
+    sizes |= {"model": tiny_llama(device), "max_context": 128}
+    (expected,) = make_engine(**sizes).generate([prompt], asked)
+    preempted = 0
+    for pages in range(27, 32):
+        tight = make_engine(**sizes, num_pages=pages)
+        tight.submit([5], SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(3):
+            tight.step()
+        request = tight.submit(prompt, asked)
+        while not tight.idle:
+            tight.step()
+        preempted += tight.stats.preemptions
+        got = tight.result(request)
+        assert got.prompt_logprobs is not None
+        assert len(got.prompt_logprobs) == len(prompt)
+        assert same_but_id(got, expected)
+    assert preempted
+
+
+def test_least_tokens_beyond_any_number_are_the_most_there_may_be() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=2**63, min_tokens=2**63)
+    good, long = engine.submit("abc", SamplingParams(max_tokens=3)), engine.submit("de", params)
+    while not engine.idle:
+        engine.step()
+    assert len(engine.result(good).token_ids) == 3
+    assert engine.result(long).finish_reason is FinishReason.LENGTH
+
+
 def test_only_steps_that_need_it_process_logits(device: torch.device) -> None:
     engine = make_engine(device)
     plain = SamplingParams(max_tokens=9, ignore_eos=True)

@@ -117,6 +117,8 @@ class Fault:
             time.sleep(1000)
         elif kind == "exit":
             os._exit(7)
+        elif kind == "leave":
+            sys.exit(7)
         raise {"value": ValueError, "runtime": RuntimeError}[kind]("injected")
 
 

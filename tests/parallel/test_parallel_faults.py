@@ -31,7 +31,9 @@ def random_fault(
     if place == "caller":
         rank = 0
     count = 1 + generator.randrange(PLACES[place])
-    kind = generator.choice((*KINDS, "hang") if place in HANGS else KINDS)
+    kinds = (*KINDS, "hang") if place in HANGS else KINDS
+    # When rank 0 leaves in its work, that is the end of the others', too.
+    kind = generator.choice(kinds if rank == 0 or place == "start" else (*kinds, "leave"))
     return {
         "scenario": "serve",
         "device": device,
@@ -42,8 +44,11 @@ def random_fault(
     }
 
 
-# Where few are tried: an error, an end and a stall, each in another place.
-SHORT = [("load", 1, 1, "memory"), ("serving", 9, 1, "kill"), ("idle", 5, 1, "stop")]
+# Where few are tried: an error, an end, a stall and who leaves early, each in another place.
+SHORT = [
+    *(("load", 1, 1, "memory"), ("serving", 9, 1, "kill"), ("idle", 5, 1, "stop")),
+    *(("engine", 1, 1, "leave"), ("load", 1, 0, "leave")),
+]
 FAULTS = effort(
     [
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -45,6 +46,31 @@ def test_a_port_in_use_is_named_with_its_rank(port: int) -> None:
     ):
         start_ranks(torch.device("cpu"))
     assert list(raised.value.failures) == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("WORLD_SIZE", "", "WORLD_SIZE: got '' in the environment, expected a number"),
+        ("RANK", "-1", "RANK: got '-1' in the environment, expected a number"),
+        ("RANK", "1", "RANK: got 1, expected less than WORLD_SIZE, 1"),
+        ("MASTER_PORT", "abc", "MASTER_PORT: got 'abc' in the environment, expected a number"),
+        ("MASTER_PORT", "99999", "MASTER_PORT: got 99999, expected less than 65536"),
+    ],
+)
+def test_wrong_environments_are_named(
+    name: str, value: str, error: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(error)):
+        start_ranks(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
+def test_wrong_times_are_named_before_anything_starts(timeout_s: float, port: int) -> None:
+    with pytest.raises(ValueError, match="timeout_s: got"):
+        start_ranks(torch.device("cpu"), timeout_s=timeout_s)
+    assert not listens(port, "tcp")
 
 
 def test_an_address_of_ipv6_alone_is_left_to_torch() -> None:
