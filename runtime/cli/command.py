@@ -49,8 +49,6 @@ def user_errors(*types: type[Exception]) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except expected as error:
-        if isinstance(error, OSError) and error.errno in NO_MORE_IS_WRITTEN:
-            raise  # no fault of what was asked for
         raise UserError(_one_line(error)) from error
 
 

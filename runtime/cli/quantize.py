@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command import Command, Parser, UserError, as_utf8, find_model, user_errors
+from .command import (
+    NO_MORE_IS_WRITTEN,
+    Command,
+    Parser,
+    UserError,
+    as_utf8,
+    find_model,
+    user_errors,
+)
 from .device import add_device_flag, resolve_device
 
 _SCHEMES = ("int8", "int8-asymmetric", "fp8", "fp8-block")
@@ -77,16 +85,22 @@ def _main(argv: Sequence[str]) -> int:
     if args.kv_cache is not None and args.calibrate is None:
         raise UserError("--kv-cache needs --calibrate")
     head = () if args.lm_head else ("lm_head",)
-    with user_errors():
-        quantize_checkpoint(
-            args.source,
-            args.destination,
-            scheme=args.scheme,
-            ignore=list(dict.fromkeys((*head, *args.ignore))),
-            kv_cache=args.kv_cache,
-            calibrate=args.calibrate,
-            device="cpu" if args.calibrate is None else resolve_device(args.device),
-        )
+    try:
+        with user_errors():
+            quantize_checkpoint(
+                args.source,
+                args.destination,
+                scheme=args.scheme,
+                ignore=list(dict.fromkeys((*head, *args.ignore))),
+                kv_cache=args.kv_cache,
+                calibrate=args.calibrate,
+                device="cpu" if args.calibrate is None else resolve_device(args.device),
+            )
+    except UserError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in NO_MORE_IS_WRITTEN:
+            raise cause from None  # no fault of what was asked for
+        raise
     before, after = weights_mib(args.source), weights_mib(Path(args.destination))
     kind = "weights as they were" if args.scheme is None else f"{args.scheme} weights"
     weights = f"{kind}, {after:.2f} MiB (before: {before:.2f} MiB)"

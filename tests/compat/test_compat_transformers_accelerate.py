@@ -181,6 +181,23 @@ def test_a_version_without_these_functions_is_left_alone(
     assert report.left["generate_batch"].startswith(f"transformers {transformers.__version__} ")
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_oss"])
+def test_models_that_cannot_batch_with_ours_are_left(kind: str) -> None:
+    """One would be switched to other kernels, and one fails at its first request in fp32."""
+    sizes: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, **sizes),
+        "gpt_oss": lambda: transformers.GptOssConfig(
+            num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, num_local_experts=2, num_experts_per_tok=1, **sizes,
+        ),
+    }[kind]()  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    report = accelerate(model)
+    assert not report.batching
+    assert "generate_batch" in report.left
+
+
 def test_copies_batch_for_themselves(tmp_path: Path) -> None:
     write(tmp_path)
     model = load(tmp_path)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+import torch
 import transformers.modeling_flash_attention_utils as flash_utils
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -40,6 +41,14 @@ def replace_batching(model: Any) -> bool:
         raise TypeError(f"model: got {type(model).__name__}, expected a model of transformers")
     known = _their_functions is not None and hasattr(model, "init_continuous_batching")
     if not known or not model._supports_flash_attn:
+        return False
+    # Such a model would be switched to one of these instead, as GPT-OSS to kernels with sinks.
+    if getattr(model, "_compatible_flash_implementations", None):
+        return False
+    # Of a model in fp32 that is not quantised transformers asks a linear module for its dtype.
+    linear = any(isinstance(module, torch.nn.Linear) for module in model.base_model.modules())
+    quantized = hasattr(model.config, "_is_quantized")
+    if model.dtype is torch.float32 and not linear and not quantized:
         return False
     vars(model)["init_continuous_batching"] = _Manager(model)
     return True
