@@ -125,7 +125,7 @@ def _unenforced(schema: Mapping[str, object]) -> str | None:
     reference, parts = schema.get("$ref"), schema.get("allOf")
     if isinstance(reference, str) and not reference.startswith("#"):
         return f"a '$ref' to another document, {reference[:80]!r}"
-    if isinstance(parts, Sequence) and len(parts) > 1:
+    if isinstance(parts, list | tuple) and len(parts) > 1:
         return f"'allOf' of {len(parts)} schemas"
     alone = [name for name in _ALONE if name in schema]
     checked = (*_OF_A_TYPE, "properties", "required", "items", "enum", "const", *alone[1:])
