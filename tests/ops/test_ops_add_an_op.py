@@ -69,12 +69,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give a folder with a copy of the package that has the page's files, too."""
     folder = tmp_path_factory.mktemp("project")
     package = folder / "ostinato"
-    # The install is a tree of links: these are copied, and the new files are written beside them.
+    # The install is a tree of links to folders: what they point to is copied, so that the new files
+    # are written beside the copies and not into the repository.
     shutil.copytree(
-        Path(ostinato.__file__).parent,
-        package,
-        symlinks=True,
-        ignore=shutil.ignore_patterns("__pycache__"),
+        Path(ostinato.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
     )
     for name, language in FILES.items():
         (code,) = code_blocks(PAGE, language)
