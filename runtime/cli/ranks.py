@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ..rank_environment import number_of
 from .command import UserError, user_errors
 from .device import resolve_device
 
@@ -26,10 +27,8 @@ def world_size() -> int:
     Raises:
         UserError: when the environment holds no number.
     """
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not (text.isascii() and text.isdigit()):
-        raise UserError(f"WORLD_SIZE: got {text!r} in the environment, expected a number")
-    return int(text)
+    with user_errors(ValueError):
+        return number_of("WORLD_SIZE", "1")
 
 
 def is_heard() -> bool:

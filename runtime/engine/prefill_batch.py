@@ -24,7 +24,7 @@ class _Words:
             self.memory = torch.zeros(count, dtype=torch.int32, device=device)
         self._read: torch.cuda.Event | None = None  # the end of what reads it
 
-    def write(self, words: torch.Tensor) -> None:
+    def _write_words(self, words: torch.Tensor) -> None:
         """Write the first of them, after what has been given to the stream of `used`."""
         target = self.memory[: len(words)]
         if target.is_cuda:
@@ -52,7 +52,7 @@ class PrefillBatchViews:
     page_table: torch.Tensor
 
 
-class PrefillBatch:
+class PrefillBatch(_Words):
     """`PrefillBatchViews` of prompts in one tensor at a fixed address, written by a single copy.
 
     Args:
@@ -62,14 +62,9 @@ class PrefillBatch:
     """
 
     def __init__(self, most: int, max_pages: int, device: torch.device) -> None:
+        super().__init__((most + 1) + most + most * max_pages, device)
         self.most = most
         self._max_pages = max_pages
-        self._words = _Words((most + 1) + most + most * max_pages, device)
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """All of it."""
-        return self._words.memory
 
     def first(self, count: int) -> PrefillBatchViews:
         """Return the memory of the first `count` sequences, or of all."""
@@ -93,16 +88,12 @@ class PrefillBatch:
         """
         empty = self.most - len(seq_lens)
         lengths = [*cu_seqlens, *[cu_seqlens[-1]] * empty, *seq_lens, *[0] * empty]
-        self._words.write(
+        self._write_words(
             torch.cat([torch.tensor(lengths, dtype=torch.int32), page_table.flatten()])
         )
 
-    def used(self) -> None:
-        """Note that the current stream has been given what reads the memory."""
-        self._words.used()
 
-
-class TextBatch:
+class TextBatch(_Words):
     """`TextRows` of the texts that a call computes beside prompts, likewise.
 
     Args:
@@ -112,14 +103,9 @@ class TextBatch:
     """
 
     def __init__(self, most: int, max_pages: int, device: torch.device) -> None:
+        super().__init__(most + most * max_pages, device)
         self.most = most
         self._max_pages = max_pages
-        self._words = _Words(most + most * max_pages, device)
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """All of it."""
-        return self._words.memory
 
     def first(self, count: int) -> TextRows:
         """Return the memory of the first `count` texts, or of all."""
@@ -136,8 +122,4 @@ class TextBatch:
         """
         lengths = torch.zeros(self.most, dtype=torch.int32)
         lengths[: len(seq_lens)] = seq_lens
-        self._words.write(torch.cat([lengths, page_table.flatten()]))
-
-    def used(self) -> None:
-        """Note that the current stream has been given what reads the memory."""
-        self._words.used()
+        self._write_words(torch.cat([lengths, page_table.flatten()]))

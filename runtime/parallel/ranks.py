@@ -21,6 +21,7 @@ from ostinato.graphs.process_group import describe, shared_store
 
 from ..ops import Communicator, GroupCommunicator
 from ..ops.collective.peers import PeerCommunicator, connect_peers
+from ..rank_environment import number_of
 from .channel import Channel
 from .processes import WatchedProcess, identity
 from .watchdog import Watchdog
@@ -39,19 +40,12 @@ def world_size() -> int:
     Raises:
         ValueError: when the environment holds no number.
     """
-    return _number("WORLD_SIZE", "1")
+    return number_of("WORLD_SIZE", "1")
 
 
 def rank_here() -> int:
     """Return the number of this process among them."""
-    return _number("RANK", "0")
-
-
-def _number(name: str, default: str = "") -> int:
-    text = os.environ.get(name, default)
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{name}: got {text!r} in the environment, expected a number")
-    return int(text)
+    return number_of("RANK", "0")
 
 
 def _checked_timeout(timeout_s: float) -> float:
@@ -280,11 +274,9 @@ def start_ranks(device: torch.device, *, timeout_s: float = DEFAULT_TIMEOUT_S) -
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise ValueError(f"{', '.join(missing)}: not set, expected the environment of torchrun")
-    rank, size, port = rank_here(), world_size(), _number("MASTER_PORT")
+    rank, size = rank_here(), world_size()
     if not rank < size:
         raise ValueError(f"RANK: got {rank}, expected less than WORLD_SIZE, {size}")
-    if not port < 1 << 16:
-        raise ValueError(f"MASTER_PORT: got {port}, expected less than 65536")
     store = _store(rank, timeout_s)
     # Before the group, so that a rank that does not come to it is known by name.
     ranks = Ranks(_connection(store), rank, size, timeout_s)
@@ -312,7 +304,9 @@ def start_ranks(device: torch.device, *, timeout_s: float = DEFAULT_TIMEOUT_S) -
 def _store(rank: int, timeout_s: float) -> Any:
     """Return the store that torchrun holds, or else rank 0."""
     holder = _store_rank()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], number_of("MASTER_PORT")
+    if not port < 1 << 16:
+        raise ValueError(f"MASTER_PORT: got {port}, expected less than 65536")
     try:
         store: Any = distributed.TCPStore(  # type: ignore[attr-defined]  # it is public
             host,

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import distributed
@@ -252,9 +252,8 @@ class Watchdog:
         frame = None
         if self._busy_since is not None:
             frame = sys._current_frames().get(self._busy_thread)
-        while frame is not None and frame.f_code.co_filename != _COLLECTIVES:
-            frame = frame.f_back
-        return self._progress, self.waits or frame is not None
+        waits = any(code.co_filename == _COLLECTIVES for code in _codes(frame))
+        return self._progress, self.waits or waits
 
     def _mirror(self) -> None:
         if self._captures is not None and self._failures is not None and not self._is_mirrored:
@@ -316,13 +315,8 @@ class Watchdog:
 
     def _is_in_a_meeting(self) -> bool:
         """Return whether a thread of this process waits for others in a capture."""
-        for frame in [*sys._current_frames().values()]:
-            at: FrameType | None = frame
-            while at is not None:
-                if at.f_code is _MEETING:
-                    return True
-                at = at.f_back
-        return False
+        frames = [*sys._current_frames().values()]
+        return any(code is _MEETING for frame in frames for code in _codes(frame))
 
     def _settle(self, failures: Mapping[int, str]) -> None:
         with self._settling:
@@ -345,6 +339,13 @@ class Watchdog:
             flush=True,
         )
         os._exit(EXIT_CODE)  # no exit handler: they would wait for the same
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    """Yield the code that a frame runs, and of all that have called it."""
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def is_of_others(error: BaseException) -> bool:

@@ -257,24 +257,15 @@ class Llama(Decoder):
         Shapes, dtypes and the other methods are those of `Decoder`.
         """
         call = Call(positions, attention, cache, n_active)
-        return self._logits(*self._hidden(tokens, call, seen), n_active)
+        return self.logits(*self._hidden(tokens, call, seen), n_active=n_active)
 
     def logits(
         self,
-        x: torch.Tensor,
+        x: Addend,
         residual: torch.Tensor,
         *,
         sampling: Sampling | None = None,
         n_active: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._logits(x, residual, n_active, sampling)
-
-    def _logits(
-        self,
-        x: Addend,
-        residual: torch.Tensor,
-        n_active: torch.Tensor | None,
-        sampling: Sampling | None = None,
     ) -> torch.Tensor:
         logits, _ = self.lm_head.after_norm(x, residual, self.norm, n_active)
         return self._capped(logits.float(), n_active, sampling)
