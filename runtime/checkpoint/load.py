@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, replace
 
@@ -106,7 +107,11 @@ def load_model(
         scales = () if kv_cache is None else kv_cache.tensors(config, reader)
         reader.check((*layout.tensors(scheme_of), *scales))
         kv_scales = None if kv_cache is None else kv_cache.read(config, reader)
+        fingerprint = None
         if communicator is not None:
+            told = f"{config} {lm_head_dtype} {max_context}"
+            of_config = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+            fingerprint = f"config {of_config}, weights {reader.fingerprint()}"
             rank, size = communicator.rank, communicator.size
             layout = layout.shard(rank, size)
             check_shares(layout, scheme_of)
@@ -126,6 +131,7 @@ def load_model(
             config, layout, loader, max_context=max_context, batch_invariant=batch_invariant
         )
         model.kv_scales = kv_scales
+        model.fingerprint = fingerprint
     compile_kernels(model)
     return model
 

@@ -97,6 +97,8 @@ class EngineSizes:
             "kv_cache_dtype": str(cache_format),
             "logits_processing": logits_processing,
             "model": f"{model.config.family} on {model.device.type}",
+            "batch_invariant": model.batch_invariant,
+            "checkpoint": model.fingerprint,
         }
         num_pages = calls.agree(num_pages, options)
         longest = max_context - 1  # of a prompt

@@ -99,6 +99,8 @@ class Decoder(Protocol):
         communicator: joins the ranks that divide the model; None for one of its own. Then all ranks
             make the same calls, in one order, with equal arguments: they compute equal logits. Each
             has a cache of its own, of the KV heads of its `config`.
+        fingerprint: what the models of all ranks must have in common, as it was loaded from a
+            checkpoint: an `Engine` over ranks refuses others. None for one that was made otherwise.
     """
 
     config: ModelConfig
@@ -106,6 +108,7 @@ class Decoder(Protocol):
     batch_invariant: bool
     kv_scales: KVScales | None
     communicator: Communicator | None
+    fingerprint: str | None
 
     @property
     def device(self) -> torch.device:

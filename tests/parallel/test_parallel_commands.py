@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from page_blocks import code_blocks
 from rank_forks import LONGEST_S, Forks
+from safetensors.torch import load_file, save_file
 
 from effort import LONG, long_only
 from server_process import TINY_LLAMA, free_port, is_ready
@@ -113,6 +115,22 @@ def test_a_mistake_is_told_once(run: Run, argv: list[str], message: str) -> None
     assert message in first["stderr"]
     assert second["code"] in (1, 2)
     assert message not in second["stderr"]
+
+
+def test_ranks_with_other_weights_are_refused(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        shutil.copytree(TINY_LLAMA, tmp_path / f"model{rank}")
+    (file,) = (tmp_path / "model1").glob("*.safetensors")
+    weights = load_file(file)
+    # As another training would leave it: shapes and names stay.
+    weights["model.embed_tokens.weight"] *= 1.01
+    save_file(weights, file, {"format": "pt"})
+    argv = ["generate", str(tmp_path / "model{rank}"), *FLAGS, "--max-tokens", "4", "Classes"]
+    first, second = run(argv).result()["ranks"]
+    assert first["code"] == 2
+    assert "checkpoint: got 'config " in first["stderr"]
+    assert "on rank 1, expected 'config " in first["stderr"]
+    assert second["code"] in (1, 2)
 
 
 def test_ctrl_c_of_all_ranks_shows_what_there_is(run: Run, tmp_path: Path) -> None:

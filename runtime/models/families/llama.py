@@ -141,6 +141,7 @@ class Llama(Decoder):
         self.batch_invariant = batch_invariant
         self.communicator = communicator
         self.kv_scales: KVScales | None = None
+        self.fingerprint: str | None = None
         self.max_context = config.context(max_context)
         self.attention = Attention(config, self.max_context, embedding.device)
 

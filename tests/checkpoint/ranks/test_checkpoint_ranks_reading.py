@@ -93,3 +93,20 @@ def test_a_copy_of_a_tied_embedding_is_compared_by_who_has_its_rows(tmp_path: Pa
     assert load_model(folder, communicator=first).lm_head is not None
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from"):
         load_model(folder, communicator=second)
+
+
+def test_ranks_are_told_from_those_of_other_checkpoints(tmp_path: Path) -> None:
+    folder = save_plain(tmp_path, random_model(MODELS["llama-biases"]))
+    file, (first, second) = folder / "model.safetensors", local_communicators(2)
+    one = load_model(folder, communicator=first).fingerprint
+    assert one == load_model(folder, communicator=second).fingerprint
+    assert load_model(folder).fingerprint is None
+    others = [
+        load_model(folder, communicator=first, dtype=torch.float16).fingerprint,
+        load_model(folder, communicator=first, lm_head_dtype=torch.int8).fingerprint,
+    ]
+    written = load_file(file)
+    for name, tensor in written.items():
+        save_file({**written, name: tensor * 2 + 1}, file)
+        others.append(load_model(folder, communicator=first).fingerprint)
+    assert len({one, *others}) == 1 + len(others)
