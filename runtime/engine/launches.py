@@ -98,9 +98,13 @@ class Launches:
                 self._compute_prompts(chunks, batch)
             else:
                 self._decode_tokens(batch)
-        finally:
-            # Also after an error: the next run overwrites what these tokens were copied from.
-            read(launched_before)
+        except BaseException:
+            # The next run overwrites what these tokens were copied from. Of several ranks there is
+            # none: the others may wait for what this one has not launched, and must hear of it.
+            if not self._calls.compares:
+                read(launched_before)
+            raise
+        read(launched_before)
         self._stats.preemptions = scheduler.preemptions
 
     def _compute_prompts(self, chunks: Sequence[PrefillChunk], texts: Sequence[Request]) -> None:
