@@ -9,7 +9,7 @@
     run.py join                  engine_tp.json of what W has
 
 Environment: OUT, W (/tmp/tp_run), THEIRS (PYTHONPATH of vLLM's processes), TP_CPU=1 for a trial
-without GPUs, FAULTS (200), FAULTS_S (100: no fault is injected later), AT_ONCE (12).
+without GPUs, FAULTS (200), FAULTS_S (190: no fault is injected later), AT_ONCE (16).
 """
 
 from __future__ import annotations
@@ -292,8 +292,8 @@ def faults(ranks: int) -> None:
     from test_parallel_faults import problems, random_fault
 
     total = int(os.environ.get("FAULTS", "6" if CPU else "200"))
-    seconds = float(os.environ.get("FAULTS_S", "100"))
-    at_once = int(os.environ.get("AT_ONCE", "2" if CPU else "12"))
+    seconds = float(os.environ.get("FAULTS_S", "190"))
+    at_once = int(os.environ.get("AT_ONCE", "2" if CPU else "16"))
     device = "cpu" if CPU else "cuda"
     cases = [random_fault(random.Random(seed), [ranks], device) for seed in range(total)]
     reports: list[dict[str, Any]] = []

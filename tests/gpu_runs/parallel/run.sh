@@ -18,7 +18,7 @@
 #
 # vLLM takes about two minutes to start; it does so beside `build` to `faults`, which time nothing,
 # and waits until the others have been timed. `vllm` alone starts and measures it. It is given up
-# VLLM_S seconds (400) after the beginning of all.
+# VLLM_S seconds (520) after the beginning of all.
 #
 # What it needs
 #   V      vLLM 0.33.0 unpacked: vllm_0.33.0, deps, stubs (only for custom and vllm)
@@ -97,7 +97,7 @@ replays() {
 
 faults() {
   rm -f "$W/faults.rows"
-  LINES_OF=15 timed faults 120 "$PY" "$HERE/run.py" faults "$RANKS"
+  LINES_OF=15 timed faults 220 "$PY" "$HERE/run.py" faults "$RANKS"
   join
 }
 
@@ -129,7 +129,7 @@ vllm=
 if has vllm; then
   rm -rf "$W/go" "$W/vllm" "$W/vllm.rows"
   say "vllm starts"
-  PYTHONPATH=$OURS THEIRS=$THEIRS timeout -k 5 420 "$PY" "$HERE/run.py" vllm "$RANKS" \
+  PYTHONPATH=$OURS THEIRS=$THEIRS timeout -k 5 580 "$PY" "$HERE/run.py" vllm "$RANKS" \
     >"$W/vllm.log" 2>&1 &
   vllm=$!
 fi
@@ -139,7 +139,7 @@ done
 if [ -n "$vllm" ]; then
   touch "$W/go"
   # It has been starting beside the others.
-  while kill -0 $vllm 2>/dev/null && [ $((SECONDS - began)) -lt "${VLLM_S:-400}" ]; do
+  while kill -0 $vllm 2>/dev/null && [ $((SECONDS - began)) -lt "${VLLM_S:-520}" ]; do
     sleep 1
   done
   kill $vllm 2>/dev/null
