@@ -368,6 +368,8 @@ def vllm(ranks: int) -> None:
         "max_model_len": 4096,
         "max_num_seqs": max(BATCHES),
         "kv_cache_memory_bytes": 6 * GIB,
+        # Of what is free at the start: our parts beside it hold some.
+        "gpu_memory_utilization": 0.5,
         "enable_prefix_caching": False,
         "tensor_parallel_size": ranks,
         "distributed_executor_backend": "mp",
