@@ -29,8 +29,6 @@ _INSTRUCTIONS = {
         "emulator::defer([=] {"
         "  std::memcpy(to, &value, sizeof(value)); tell_barrier(rank, at, 0, -16l); });"
     ),
-    ("attention/decode/kv_loader.cuh", "copy_word"): "std::memcpy(shared, global, 4);",
-    ("attention/decode/kv_loader.cuh", "prefetch_line"): "",
     ("attention/decode/combine.cuh", "arrive_last"): "before = atomicInc(counter, ctas - 1);",
     ("attention/common/dequant.cuh", "e4m3_to_fp16"): (
         "uint16_t halves[4];"

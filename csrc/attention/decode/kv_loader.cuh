@@ -39,16 +39,6 @@ struct TileRange {
   }
 };
 
-__device__ __forceinline__ void copy_word(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
-}
-
-// Prefetches a cache line into L2.
-__device__ __forceinline__ void prefetch_line(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
-}
-
 // Arrivals per phase of a full barrier: one from each warp that expects TMA bytes, and one from
 // each thread that copies with cp.async.
 template <class What>
@@ -222,6 +212,13 @@ class KvLoader {
     --current_.left;
   }
 
+  // How many of a split's last `tiles` the next batch has. A last batch of one or two tiles would
+  // ask for the page ids of the next split just before they are needed.
+  static __device__ __forceinline__ int batch_of(int tiles) {
+    const bool two = kCopyPages && tiles > kBatch && tiles < 2 * kBatch;
+    return two ? (tiles + 1) / 2 : min(tiles, kBatch);
+  }
+
   template <class What>
   __device__ __forceinline__ uint8_t* block_of(int stage) const {
     return ring_of<What>(shared_).blocks[stage][warp_];
@@ -265,7 +262,7 @@ class KvLoader {
       ahead = split_;
     }
     next_.head = split_.head;
-    next_.left = min(end_ - tile_, kBatch);
+    next_.left = batch_of(end_ - tile_);
     next_.index = 0;
     const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens + block_offset(warp_);
     const int token = block + lane_ % kLanesPerBlock;

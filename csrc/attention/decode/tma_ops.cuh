@@ -1,5 +1,5 @@
-// TMA and barrier instructions that only decode attention uses. Names and semantics: PTX ISA,
-// "cp.async.bulk.prefetch.tensor", "mbarrier.inval".
+// TMA, prefetch, copy and barrier instructions that only decode attention uses. Names and
+// semantics: PTX ISA, "cp.async", "cp.async.bulk.prefetch.tensor", "mbarrier.inval".
 #pragma once
 
 #include "common/cache_policy.cuh"
@@ -28,6 +28,16 @@ __device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap& m
 // Invalidates a barrier without waiters or pending arrivals; it may then be initialised again.
 __device__ __forceinline__ void retire_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void copy_word(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+}
+
+// Prefetches a cache line into L2.
+__device__ __forceinline__ void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
 
 }  // namespace ostinato::decode

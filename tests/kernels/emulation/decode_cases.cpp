@@ -25,6 +25,7 @@ constexpr int kLongOfMany = 2;     // of them are long
 constexpr int kFirstLong = 20;
 constexpr int kFirstDynamic = 9;        // where work tiles may be scheduled dynamically
 constexpr int kThrottledTokens = 8000;  // at most
+constexpr int kTwoBatchTokens = 2049;   // page ids of a work tile are read in two turns from here
 
 enum class Loads { kAny, kDynamic, kThrottled };
 
@@ -63,6 +64,7 @@ Case make_case(std::mt19937_64& random, Loads loads) {
   made.page = kCopyPages ? 16 * draw(1, 4) : draw(1, 40);
   made.pdl = draw(0, 1) != 0;
   const int first = dynamic ? kFirstDynamic : 0;
+  const bool in_turns = dynamic && draw(0, 5) == 0;
   for (int b = 0; b < made.batch; ++b) {
     const bool many_tokens = made.batch > 5 && b < kLongOfMany && !dynamic;
     const int choices = made.batch <= 5 || many_tokens ? kChoices : kShortLengths;
@@ -70,6 +72,7 @@ Case make_case(std::mt19937_64& random, Loads loads) {
     const int some = kLengths[draw(many_tokens ? kFirstLong : first, choices - 1)];
     made.lengths.push_back(empty       ? 0
                            : throttled ? draw(kThrottledTokens / 2, kThrottledTokens)
+                           : in_turns  ? draw(kTwoBatchTokens, kTwoBatchTokens + 100)
                                        : some);
     made.pages += ostinato::ceil_div(made.lengths[b], made.page);
   }
