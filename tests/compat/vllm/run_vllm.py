@@ -20,7 +20,7 @@ scheduling), but that batches are captured which are timed, and the KV cache has
 vLLM alone chooses tokens; all others go on with these (vLLM's trace replay). A row says for how
 many of them another engine had the same as the likeliest, and how far log probabilities were apart.
 Rows without `parts` are vLLM's difference from itself: other sequences in its batches, or its eager
-mode with attention and linear layers in Triton.
+mode, with and without attention and linear layers in Triton.
 
 It fails where a time or a difference is above its limit, or an engine has failed, once all rows are
 written. `--build` compiles the kernels that the parts launch, and does nothing else.
@@ -73,13 +73,17 @@ _THEIR_LINEARS = {
 # In the names of kernels: FlashAttention with its second launch, and the append to the cache.
 _THEIR_ATTENTION = ("flash::", "reshape_and_cache")
 PLAIN = Variant("", {}, _NONE)
-EAGER = Variant(
-    "",
-    {"enforce_eager": True, "attention_backend": "TRITON_ATTN"},
-    # The plug-in replaces linear layers too: so they differ here as well.
-    _NONE | {"VLLM_DISABLED_KERNELS": "CutlassInt8ScaledMMLinearKernel"},
-    "eager, attention and linear layers in Triton",
-)
+# vLLM's own ways of computing the same, beside which its log probabilities are compared with ours.
+OWN_WAYS = [
+    Variant("", {"enforce_eager": True}, _NONE, "eager"),
+    Variant(
+        "",
+        {"enforce_eager": True, "attention_backend": "TRITON_ATTN"},
+        # The plug-in replaces linear layers too: so they differ here as well.
+        _NONE | {"VLLM_DISABLED_KERNELS": "CutlassInt8ScaledMMLinearKernel"},
+        "eager, attention and linear layers in Triton",
+    ),
+]
 LINEARS = Variant("linears", {}, _OURS)
 ATTENTION = Variant("linears, attention", _OUR_ATTENTION, _OURS)
 ALL = Variant("linears, attention, norms", _OUR_ATTENTION | _OUR_NORMS, _OURS)
@@ -160,9 +164,9 @@ class Run:
         arguments = self.large(
             self.options.layers, max_model_len=4096, kv_cache_memory_bytes=6 * GIB
         )
-        variants = [PLAIN, LINEARS, ATTENTION, ALL, EAGER]
-        with self.engines("step", variants, arguments) as engines:
-            self.steps(engines, [v for v in variants if v is not EAGER])
+        variants = [PLAIN, LINEARS, ATTENTION, ALL]
+        with self.engines("step", [*variants, *OWN_WAYS], arguments) as engines:
+            self.steps(engines, variants)
             draw = random.Random(0)
             prompts = [
                 [draw.randrange(self.vocab) for _ in range(draw.randrange(16, 200))]
@@ -252,7 +256,7 @@ class Run:
     def texts(self) -> None:
         """Compare texts of a trained checkpoint."""
         arguments = {"model": str(TINY), "kv_cache_memory_bytes": GIB}
-        with self.engines("texts", [PLAIN, EAGER, ALL], arguments) as engines:
+        with self.engines("texts", [PLAIN, *OWN_WAYS, ALL], arguments) as engines:
             self.compare(engines, f"tiny-llama {TEXTS} x {TOKENS}", trained_prompts())
             self.failed += engines.failed
 
@@ -260,7 +264,7 @@ class Run:
         """Do both on two GPUs."""
         two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         arguments = {"model": str(TINY), "kv_cache_memory_bytes": GIB, **two}
-        with self.engines("ranks", [PLAIN, ALL], arguments) as engines:
+        with self.engines("ranks", [PLAIN, *OWN_WAYS, ALL], arguments) as engines:
             case = f"tiny-llama {TEXTS} x {TOKENS} tp2"
             self.compare(engines, case, trained_prompts())
             self.failed += engines.failed
@@ -281,7 +285,7 @@ class Run:
         given["forced"] = forced = [text["tokens"] for text in chosen]
         for variant in engines.running():
             # An eager step takes long.
-            for groups in (len(prompts),) if variant is EAGER else (len(prompts), APART):
+            for groups in (len(prompts),) if variant in OWN_WAYS else (len(prompts), APART):
                 answer = engines.ask(variant, "texts", **given, groups=groups)
                 if answer is None:
                     break
