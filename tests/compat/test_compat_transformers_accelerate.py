@@ -198,6 +198,43 @@ def test_models_that_cannot_batch_with_ours_are_left(kind: str) -> None:
     assert "generate_batch" in report.left
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"), [("t5", "position_bias"), ("modernbert", "mask_function")]
+)
+def test_models_that_fail_with_our_attention_keep_their_own(kind: str, why: str) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 2}
+    model: Any = {
+        "t5": lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0,
+                **sizes,
+            )
+        ),
+        "modernbert": lambda: transformers.ModernBertModel(
+            transformers.ModernBertConfig(
+                hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                bos_token_id=1, cls_token_id=1, sep_token_id=2, **sizes,
+            )
+        ),
+    }[kind]()  # fmt: skip
+    model.encoder.train() if kind == "t5" else model.layers[0].train()
+    modes = [module.training for module in model.modules()]
+    own = model.config._attn_implementation
+    report = accelerate(model)
+    assert report.attention == own == model.config._attn_implementation
+    assert report.left["attention"].startswith(f"with ours its forward raises: {why}: got ")
+    assert [module.training for module in model.modules()] == modes
+    with torch.no_grad():
+        model.eval()(**model.dummy_inputs)
+
+
+def test_a_model_whose_forward_fails_anyhow_gets_our_attention(tmp_path: Path) -> None:
+    write(tmp_path)
+    model = load(tmp_path)
+    model.model.layers[0].register_forward_pre_hook(lambda *_: 1 // 0)
+    assert accelerate(model).attention == "ostinato"
+
+
 def test_copies_batch_for_themselves(tmp_path: Path) -> None:
     write(tmp_path)
     model = load(tmp_path)

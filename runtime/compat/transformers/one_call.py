@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as version
 
 from ...checkpoint.errors import UnsupportedCheckpointError
+from ...jit.errors import KernelError
 from .attention_layers import replace_attention
 from .batching import replace_batching
 from .cache import NAME
@@ -70,6 +71,9 @@ def accelerate(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None
     `model.generate(ids, cache_implementation="static")`. A call that wants gradients needs
     `torch.no_grad()` from now on.
 
+    The model's `dummy_inputs`, some 15 tokens, are computed once, with its hooks. Where that raises
+    an error with our attention and none with the model's own, the model keeps its own.
+
     Args:
         model: of transformers, on its device and in its dtype.
         checkpoint: the folder or name that it was loaded from; None is `model.name_or_path`.
@@ -101,6 +105,9 @@ def accelerate(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None
     else:
         replaced = linears.replaced
         left.update(linears.left)
+    failure = _failure_with_ours(model, before)
+    if failure is not None:
+        left["attention"] = f"with ours its forward raises: {failure}"
     after: Any = model.config._attn_implementation
     if after != NAME:
         left.setdefault("attention", f"the model has no other attention than {before!r}")
@@ -118,6 +125,42 @@ def accelerate(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None
         attention_layers=tuple(attention_layers),
         left=left,
     )
+
+
+def _failure_with_ours(model: PreTrainedModel, own: str) -> str | None:
+    """Return what a model's forward raises with our attention; it has its own from then on.
+
+    None where it raises nothing, or with its own attention, too, which then says nothing of ours.
+    """
+    if model.config._attn_implementation != NAME:
+        return None
+    error = _error_of_forward(model)
+    if error is None:
+        return None
+    model.set_attn_implementation(own)
+    if _error_of_forward(model) is None:
+        return error
+    model.set_attn_implementation(NAME)
+    return None
+
+
+def _error_of_forward(model: PreTrainedModel) -> str | None:
+    """Return what a forward of the model's dummy inputs raises, None where that is nothing."""
+    if model.device.type == "meta":
+        return None
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(**{name: x.to(model.device) for name, x in model.dummy_inputs.items()})
+    except KernelError:
+        raise
+    except Exception as error:
+        return str(error) or type(error).__name__
+    finally:
+        for module in training:
+            module.training = True
+    return None
 
 
 def _others(model: torch.nn.Module, known: set[str]) -> Iterator[tuple[str, str]]:
