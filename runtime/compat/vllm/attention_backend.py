@@ -94,10 +94,12 @@ class OstinatoAttentionBackend(AttentionBackend):
 
         Bits of a query do not depend on the other sequences. They do depend on where its prompt was
         cut, unless at multiples of 384 tokens, and vLLM cuts prompts by what else there is to do:
-        with chunked prefill, and behind a prefix that it finds in its cache.
+        with chunked prefill, and behind a prefix that it finds in its cache. With speculative
+        decoding a text with fewer drafts than those beside it is computed as a prompt.
         """
         config = get_current_vllm_config_or_none()
         return config is not None and not (
             config.scheduler_config.enable_chunked_prefill
             or config.cache_config.enable_prefix_caching
+            or config.speculative_config is not None
         )

@@ -46,13 +46,21 @@ class OstinatoAttentionImpl(AttentionImpl):
         self.softcap = logits_soft_cap or 0.0
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self._sinks_of_model = sinks
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         # vLLM sets an attribute of this name to None where it lets go of the caches.
         self._k_scale_cache: tuple[torch.Tensor, KVViews] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self.sinks is not None:
-            self.sinks = self.sinks.detach().float()
+        source = self._sinks_of_model
+        if source is None:
+            return
+        if source.dtype is torch.float32:
+            self.sinks = source.detach()
+        elif self.sinks is None or self.sinks.dtype is not torch.float32:
+            self.sinks = source.detach().float()
+        else:  # loaded again: graphs read where they were
+            self.sinks.copy_(source)
 
     def forward(
         self,

@@ -84,7 +84,7 @@ class OstinatoMetadataBuilder(AttentionMetadataBuilder):
         self._most_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self._workspaces: list[torch.Tensor] = []
-        self._pages = 0
+        self._sizes = (0, 0)  # sequences and pages of each, for which the last one is made
         if device.type == "cuda":
             precompile(self._kernels(), device)
 
@@ -99,14 +99,11 @@ class OstinatoMetadataBuilder(AttentionMetadataBuilder):
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
             raise ValueError("causal: got a tensor, expected one bool for all sequences")
-        decodes, prompts, decode_rows, _ = split_decodes_and_prefills(
-            common, decode_threshold=self.reorder_batch_threshold, require_uniform=True
-        )
+        decodes, prompts, decode_rows, rows = self._split(common)
         table, lens = common.block_table_tensor, common.seq_lens
         parts = []
         if decode_rows:
             # Behind the decodes of a batch there may be padding: sequences without queries.
-            rows = int(common.query_start_loc_cpu[1])
             count = decode_rows // rows
             parts.append(Part(0, rows * count, table[:count], lens[:count], None, rows))
         if prompts:
@@ -118,13 +115,26 @@ class OstinatoMetadataBuilder(AttentionMetadataBuilder):
                     table[decodes : decodes + prompts],
                     lens[decodes : decodes + prompts],
                     starts - decode_rows if decode_rows else starts,
-                    common.max_query_len,
+                    int(common.max_query_len),  # of virtual batches a number of numpy
                     self._tokens_of(common, decodes, prompts),
                 )
             )
         return OstinatoMetadata(
             tuple(parts), self._workspace(table), common.causal, common.slot_mapping
         )
+
+    def _split(self, common: Any) -> tuple[int, int, int, int]:
+        """Return how many decodes, prompts and rows of decodes there are, and rows of a decode."""
+        if common.max_query_len == 1:
+            return common.num_reqs, 0, common.num_actual_tokens, 1
+        if type(self) is not OstinatoMetadataBuilder and self.device.type == "cuda":
+            # vLLM derives a builder where layers compute fewer rows (--kv-sharing-fast-prefill):
+            # their offsets are still on their way to the host.
+            torch.cuda.current_stream(self.device).synchronize()
+        decodes, prompts, decode_rows, _ = split_decodes_and_prefills(
+            common, decode_threshold=self.reorder_batch_threshold, require_uniform=True
+        )
+        return decodes, prompts, decode_rows, int(common.query_start_loc_cpu[1])
 
     def _tokens_of(self, common: Any, decodes: int, prompts: int) -> int | None:
         """Return how many tokens prompts over an 8-bit cache have at most; of others None.
@@ -136,7 +146,9 @@ class OstinatoMetadataBuilder(AttentionMetadataBuilder):
         lens = common.seq_lens_cpu_upper_bound
         if lens is None:
             return power_of_two(prompts * int(common.max_seq_len))
-        return power_of_two(int(lens[decodes : decodes + prompts].sum()))
+        # What a drafter has added to the lengths since, vLLM has not told the host.
+        drafts = prompts * ((self.reorder_batch_threshold or 1) - 1)
+        return power_of_two(int(lens[decodes : decodes + prompts].sum()) + drafts)
 
     def _kernels(self) -> list[Variant]:
         """Return what a step may launch, since nothing is compiled while a graph is captured."""
@@ -156,15 +168,18 @@ class OstinatoMetadataBuilder(AttentionMetadataBuilder):
         The layers of a step run one after another, and each builder serves one stream at a time.
         One for a wider page table may follow; graphs keep those that they were captured with.
         """
-        if not self._workspaces or table.size(1) > self._pages:
-            self._pages = table.size(1)
+        sequences, pages = table.shape
+        if sequences > self._sizes[0] or pages > self._sizes[1]:
+            sequences = max(sequences, self._most_sequences, self._sizes[0])
+            pages = max(pages, self._sizes[1])
+            self._sizes = (sequences, pages)
             needed = ops.paged_attention_workspace(
                 self._dtype,
                 self._heads,
                 self.kv_cache_spec.num_kv_heads,
                 self.kv_cache_spec.head_size,
-                max_batch=max(self._most_sequences, table.size(0)),
-                max_pages=self._pages,
+                max_batch=sequences,
+                max_pages=pages,
                 page_size=self.kv_cache_spec.block_size,
                 max_seqlen_q=self._most_tokens,
                 max_tokens_k=0,  # prompts over an 8-bit cache have memory of their own

@@ -25,6 +25,7 @@ from ...ops.linear.gemm_variants import GemmTiled
 from ...ops.linear.precompile import dense_layer_kernels
 from .packed_layer import compile_ahead, hold_weight, rows_of, weight_of
 from .support import runs_on
+from .their_kernels import is_theirs
 
 NAME = "ostinato"
 
@@ -77,8 +78,13 @@ class OstinatoLinearMethod(LinearMethodBase):
     """
 
     create_weights = UnquantizedLinearMethod.create_weights
+    theirs: UnquantizedLinearMethod | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        if is_theirs(layer, layer.weight):
+            self.theirs = UnquantizedLinearMethod()
+            self.theirs.process_weights_after_loading(layer)
+            return
         weight = layer.weight.data
         compile_ahead(
             weight,
@@ -87,6 +93,9 @@ class OstinatoLinearMethod(LinearMethodBase):
         hold_weight(layer, "weight", weight)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.theirs is not None:
+            theirs: torch.Tensor = self.theirs.apply(layer, x, bias)
+            return theirs
         w = weight_of(layer, "weight")
         out = ops.linear(rows_of(x), w, bias=bias)
         return out.view(*x.shape[:-1], out.size(1))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.model_executor.kernels.linear import (
+    _POSSIBLE_FP8_KERNELS,
     CutlassFP8ScaledMMLinearKernel,
     FP8ScaledMMLinearLayerConfig,
 )
@@ -24,6 +25,7 @@ from ...ops.linear.gemm_variants import GemmTiled
 from ...ops.linear.precompile import layer_kernels
 from .packed_layer import channel_scale, compile_ahead, hold_weight, rows_of, weight_of
 from .support import Answer, runs_on
+from .their_kernels import is_theirs, their_kernel
 
 _E4M3 = torch.float8_e4m3fn
 _ACTIVATIONS = (kFp8DynamicTokenSym, kFp8StaticTensorSym)
@@ -40,6 +42,7 @@ class OstinatoFP8LinearKernel(CutlassFP8ScaledMMLinearKernel):
     def __init__(self, c: FP8ScaledMMLinearLayerConfig, layer_param_names: Sequence[str]) -> None:
         super().__init__(c, layer_param_names)
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.theirs: Any = None
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -58,11 +61,15 @@ class OstinatoFP8LinearKernel(CutlassFP8ScaledMMLinearKernel):
 
     def input_quant_key(self) -> QuantKey | None:
         """Return what activations may be quantised to before."""
-        key: QuantKey = self.config.activation_quant_key
-        return key
+        key: QuantKey | None = self.config.activation_quant_key
+        return key if self.theirs is None else self.theirs.input_quant_key()
 
     def process_weights_after_loading(self, layer: Any) -> None:
         weight_name, scale_name, x_scale_name, _ = self.layer_param_names
+        if is_theirs(layer, getattr(layer, weight_name)):
+            names = self.layer_param_names
+            self.theirs = their_kernel(self, layer, _POSSIBLE_FP8_KERNELS, "fp8_w8a8", names)
+            return
         weight = getattr(layer, weight_name).data.t()  # vLLM has it as [K, N]
         widths = getattr(layer, "logical_widths", [weight.size(0)])
         replace_parameter(layer, scale_name, channel_scale(getattr(layer, scale_name), widths))
@@ -84,8 +91,11 @@ class OstinatoFP8LinearKernel(CutlassFP8ScaledMMLinearKernel):
         hold_weight(layer, weight_name, weight)
 
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.theirs is not None:
+            theirs: torch.Tensor = self.theirs.apply_weights(layer, x, bias)
+            return theirs
         _, w_scale, x_scale, upper_bound = self._get_layer_params(layer)
-        w = weight_of(layer, self.layer_param_names[0])
+        w = weight_of(layer, self.layer_param_names[0], self.config.weight_shape)
         given = as_quantized_activation(x, self.input_quant_key())
         if given is not None:
             codes, scales = given.data, given.scale

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.kernels.linear import (
+    _POSSIBLE_INT8_KERNELS,
     Int8ScaledMMLinearKernel,
     Int8ScaledMMLinearLayerConfig,
 )
@@ -22,6 +23,7 @@ from ...ops.linear.packed_weight import channel_sums
 from ...ops.linear.precompile import layer_kernels
 from .packed_layer import channel_scale, compile_ahead, hold_weight, rows_of, weight_of
 from .support import Answer, runs_on
+from .their_kernels import is_theirs, their_kernel
 
 
 class OstinatoInt8LinearKernel(Int8ScaledMMLinearKernel):
@@ -29,6 +31,8 @@ class OstinatoInt8LinearKernel(Int8ScaledMMLinearKernel):
 
     Asymmetric activations by token include 0 in their range, as compressed-tensors has it.
     """
+
+    theirs: Any = None
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -46,6 +50,10 @@ class OstinatoInt8LinearKernel(Int8ScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         weight_name, scale_name, x_scale_name, zero_name, sums_name = self.layer_param_names
+        if is_theirs(layer, getattr(layer, weight_name)):
+            names = self.layer_param_names
+            self.theirs = their_kernel(self, layer, _POSSIBLE_INT8_KERNELS, "int8_w8a8", names)
+            return
         weight = getattr(layer, weight_name).data
         scale = channel_scale(getattr(layer, scale_name), layer.logical_widths)
         replace_parameter(layer, scale_name, scale)
@@ -76,6 +84,9 @@ class OstinatoInt8LinearKernel(Int8ScaledMMLinearKernel):
         hold_weight(layer, weight_name, weight)
 
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.theirs is not None:
+            theirs: torch.Tensor = self.theirs.apply_weights(layer, x, bias)
+            return theirs
         _, w_scale, x_scale, zero_point, sums = self._get_layer_params(layer)
         w = weight_of(layer, self.layer_param_names[0])
         given = as_quantized_activation(x, self.input_quant_key())

@@ -32,10 +32,21 @@ def compile_ahead(weight: torch.Tensor, kernels: Callable[[torch.device], list[V
         precompile(kernels(weight.device), weight.device)
 
 
-def weight_of(layer: Any, name: str) -> torch.Tensor | PackedWeight:
-    """Return the weight [N, K] that `hold_weight` left in a layer."""
+def weight_of(
+    layer: Any, name: str, shape: tuple[int, int] | None = None
+) -> torch.Tensor | PackedWeight:
+    """Return the weight [N, K] that `hold_weight` left in a layer.
+
+    Args:
+        layer: of vLLM.
+        name: of the parameter.
+        shape: the weight's, where `hold_weight` may have run in another process, whose parameters
+            this one has (`--load-format ipc_cache`).
+    """
     data: torch.Tensor = getattr(layer, name)
-    n, k = layer.ostinato_shape
+    found: tuple[int, int] | None = getattr(layer, "ostinato_shape", shape)
+    assert found is not None, "no hold_weight() of this layer has run"
+    n, k = found
     if data.dim() == 4:
         return PackedWeight(data, n, k)
     return data if data.shape == (n, k) else data.t()

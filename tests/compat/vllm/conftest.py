@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,7 +48,11 @@ def hopper(_parallel: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def on_cuda(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM chooses kernels out of its lists for CUDA."""
+    """vLLM chooses kernels out of its lists for CUDA, for a model in bf16."""
+    import torch
+    from vllm.config import get_current_vllm_config
     from vllm.platforms import PlatformEnum, current_platform
 
     monkeypatch.setattr(type(current_platform), "_enum", PlatformEnum.CUDA)
+    model = SimpleNamespace(dtype=torch.bfloat16)
+    monkeypatch.setattr(get_current_vllm_config(), "model_config", model)

@@ -286,3 +286,5 @@ def test_batch_invariance_is_declared_where_prompts_stay_whole(
     config.cache_config.enable_prefix_caching = prefix
     with set_current_vllm_config(config):
         assert (reasons(use_batch_invariant=True) == []) is invariant
+        config.speculative_config = SimpleNamespace()
+        assert reasons(use_batch_invariant=True) != []

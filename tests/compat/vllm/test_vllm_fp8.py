@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.fusion.fused_act_quant import maybe_fused_act_quant
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -29,17 +28,6 @@ from ostinato.compat.vllm.fp8_kernel import OstinatoFP8LinearKernel
 pytestmark = pytest.mark.usefixtures("on_cuda")
 PARTS, K = [32, 16, 24], 80
 BLOCK_PARTS, BLOCK_K = [256, 128, 128], 384
-
-
-class _Model:
-    """What vLLM's FP8 scheme asks of a model's config."""
-
-    dtype = BF16
-
-
-@pytest.fixture(autouse=True)
-def _model_dtype(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(get_current_vllm_config(), "model_config", _Model())
 
 
 def scheme_of(strategy: str, *, static: bool) -> CompressedTensorsW8A8Fp8:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -73,6 +74,31 @@ def test_prompts_over_8_bits_say_how_many_tokens_they_have() -> None:
     assert [p.max_tokens_k for p in builder.build(0, common).parts] == [None, 8]
     common.seq_lens_cpu_upper_bound = None
     assert [p.max_tokens_k for p in builder.build(0, common).parts] == [None, 32]
+
+
+def test_prompts_over_8_bits_may_have_grown_by_drafts() -> None:
+    config = config_of(CPU)
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False)
+    builder = OstinatoMetadataBuilder(spec_of("fp8"), [], config, CPU)
+    common = common_of([4, 5], [4, 5], table_of(2))
+    common.seq_lens_cpu_upper_bound = torch.tensor([3, 5], dtype=torch.int32)
+    assert [p.max_tokens_k for p in builder.build(0, common).parts] == [16]
+
+
+def test_lengths_of_virtual_batches_are_numbers_of_python() -> None:
+    """Attention in chunks has one of numpy, and more sequences than the scheduler."""
+    builder, common = builder_of(), common_of([4, 2], [4, 9], table_of(2))
+    common.max_query_len = np.int32(4)
+    assert type(builder.build(0, common).parts[0].max_seqlen_q) is int
+    first = builder.build(0, common).workspace
+    many = common_of([2] * 9, [2] * 9, table_of(9))
+    assert builder.build(0, many).workspace is not first
+
+
+def test_offsets_on_their_way_to_the_host_are_not_read() -> None:
+    common = common_of([1, 1, 1], [4, 9, 2], table_of(3))
+    common.query_start_loc_cpu = torch.full((4,), 77, dtype=torch.int32)
+    assert spans(builder_of().build(0, common)) == [(0, 3, 3, 1, True)]
 
 
 def test_verified_drafts_are_decodes_of_several_rows() -> None:
