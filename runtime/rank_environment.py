@@ -5,6 +5,18 @@ from __future__ import annotations
 import os
 
 
+def world_size() -> int:
+    """Return how many processes torchrun has started; 1 without it.
+
+    Raises:
+        ValueError: when WORLD_SIZE holds no number, or 0.
+    """
+    size = number_of("WORLD_SIZE", "1")
+    if size < 1:
+        raise ValueError(f"WORLD_SIZE: got {size} in the environment, expected at least 1")
+    return size
+
+
 def number_of(name: str, default: str = "") -> int:
     """Return the number that a variable holds, or the default where it is not set.
 

@@ -15,7 +15,7 @@ from . import batch, build, chat, env, generate, kernels, quantize, serve, tune
 from .bench import group as bench
 from .command import FAILED, NO_MORE_IS_WRITTEN, Command, Parser, UserError
 from .interrupt import INTERRUPTED
-from .ranks import is_heard
+from .ranks import have_met, is_heard
 
 COMMANDS: dict[str, Command] = {
     "generate": generate.COMMAND,
@@ -77,12 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(name: str, error: Exception) -> None:
-    """Print an error, under torchrun on rank 0, or where that one cannot."""
+    """Print an error, of several ranks on rank 0, or where that one cannot or does not know it."""
     failures = getattr(error, "failures", {})
     if is_heard() or failures.get(0, "failed:").partition(":")[0] != "failed":
         print(f"{name}: error: {error}", file=sys.stderr)
-    else:
-        time.sleep(_RANK_0_PRINTS_S)  # torchrun ends it as soon as this process has ended
+        return
+    # torchrun ends rank 0 as soon as this process has ended, and this one once rank 0 has: as it
+    # does where both have made the same mistake.
+    time.sleep(_RANK_0_PRINTS_S)
+    if not have_met():
+        print(f"{name}: error on rank {os.environ.get('RANK')}: {error}", file=sys.stderr)
 
 
 def _drop_output() -> None:

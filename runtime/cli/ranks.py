@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..rank_environment import number_of
+from .. import rank_environment
 from .command import UserError, user_errors
 from .device import resolve_device
 
@@ -25,15 +25,23 @@ def world_size() -> int:
     """Return how many processes torchrun has started; 1 without it.
 
     Raises:
-        UserError: when the environment holds no number.
+        UserError: when the environment holds no number above 0.
     """
     with user_errors(ValueError):
-        return number_of("WORLD_SIZE", "1")
+        return rank_environment.world_size()
 
 
 def is_heard() -> bool:
     """Whether this process is the one that prints."""
-    return world_size() == 1 or os.environ.get("RANK", "0") == "0"
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+
+
+def have_met() -> bool:
+    """Whether the ranks have come together, so that rank 0 hears of an error of this one."""
+    return _met
+
+
+_met = False
 
 
 def add_rank_flags(parser: argparse._ActionsContainer) -> None:
@@ -60,7 +68,10 @@ def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
     Raises:
         UserError: when they are not as many as --tensor-parallel-size says.
     """
+    global _met
     size, wanted = world_size(), args.tensor_parallel_size
+    if wanted is not None and wanted < 1:
+        raise UserError(f"--tensor-parallel-size: got {wanted}, expected at least 1")
     if wanted is not None and wanted != size:
         raise UserError(
             f"--tensor-parallel-size: got {wanted}, expected {size}, the number of processes: "
@@ -71,8 +82,11 @@ def ranks_of(args: argparse.Namespace) -> Iterator[Ranks | None]:
         return
     from ..parallel import start_ranks
 
+    if not args.group_timeout > 0:
+        raise UserError(f"--group-timeout: got {args.group_timeout}, expected more than 0")
     with user_errors(ValueError):
         ranks = start_ranks(device_of(args, several=True), timeout_s=args.group_timeout)
+    _met = True
     with ranks:
         yield ranks
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ostinato.graphs.errors import RankError
@@ -81,6 +81,21 @@ class Channel:
             if where != first:
                 raise self._lost({rank: f"is at {where!r}, and rank 0 at {first!r}"})
         return [told for _, told in said]
+
+    def require_alike(self, told: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+        """Check that all ranks have told the same of some names.
+
+        Raises:
+            RankError: naming those that have not told what rank 0 has.
+        """
+        odd = {
+            rank: f"has {name} {own[name]}, expected {told[0][name]} as on rank 0"
+            for name in reversed(names)
+            for rank, own in enumerate(told)
+            if own[name] != told[0][name]
+        }
+        if odd:
+            raise self._lost(odd)
 
     def send(self, message: bytes) -> None:
         """Send a message from rank 0 to all others; an empty one ends `receive`."""

@@ -21,8 +21,9 @@ from ostinato.graphs.process_group import describe, shared_store
 
 from ..ops import Communicator, GroupCommunicator
 from ..ops.collective.peers import PeerCommunicator, connect_peers
-from ..rank_environment import number_of
+from ..rank_environment import number_of, world_size
 from .channel import Channel
+from .in_time import NotInTimeError, in_time
 from .processes import WatchedProcess, identity
 from .watchdog import Watchdog
 
@@ -32,15 +33,8 @@ _DEVICE_TIMEOUT_S = 600.0  # of NCCL's collectives: a rank may compile while the
 _LAST_WORDS_S = 5.0  # for the others to leave, or to read of a failure
 _BACKLOG = 2048  # connections that may wait for the store
 _LONGEST_S = 1e6  # that torch takes for a timeout, too
-
-
-def world_size() -> int:
-    """Return the number of processes that torchrun has started; 1 without it.
-
-    Raises:
-        ValueError: when the environment holds no number.
-    """
-    return number_of("WORLD_SIZE", "1")
+_STORE_S = 30.0
+_MEETING_ENDS_S = 3.0  # beyond the timeout, after which a meeting ends by itself, and names ranks
 
 
 def rank_here() -> int:
@@ -93,10 +87,20 @@ class Ranks:
         self._owns_group = False
         self._closed = False
         self._peers: list[PeerCommunicator] = []
-        store.set(f"alive/{rank}", '["", 0, false]')
         self.channel = Channel(store, rank, size, timeout_s)
-        who = self.channel.meet("the start", identity())
-        processes = {r: WatchedProcess(told) for r, told in enumerate(who) if r != rank}
+        own = {"process": identity(), "WORLD_SIZE": size, "timeout_s": timeout_s}
+
+        def start() -> list[dict[str, Any]]:
+            store.set(f"alive/{rank}", '["", 0, false]')
+            told = self.channel.meet("the start", own)
+            self.channel.require_alike(told, ("WORLD_SIZE", "timeout_s"))
+            return told
+
+        try:
+            told = in_time(start, timeout_s + _MEETING_ENDS_S)
+        except NotInTimeError:
+            raise _silent_store(timeout_s) from None
+        processes = {r: WatchedProcess(who["process"]) for r, who in enumerate(told) if r != rank}
         self.watchdog = Watchdog(_connection(store), rank, processes, timeout_s, _store_rank())
         self.channel.watchdog = self.watchdog
 
@@ -307,21 +311,41 @@ def _store(rank: int, timeout_s: float) -> Any:
     host, port = os.environ["MASTER_ADDR"], number_of("MASTER_PORT")
     if not port < 1 << 16:
         raise ValueError(f"MASTER_PORT: got {port}, expected less than 65536")
-    try:
-        store: Any = distributed.TCPStore(  # type: ignore[attr-defined]  # it is public
+
+    def make() -> Any:
+        return distributed.TCPStore(  # type: ignore[attr-defined]  # it is public
             host,
             port,
             is_master=rank == holder,
-            timeout=timedelta(seconds=timeout_s),
+            # Longer than it is waited for here: at its end torch prints where in its code it was.
+            timeout=timedelta(seconds=timeout_s + _STORE_S),
             wait_for_workers=False,
             master_listen_fd=_listen(host, port) if rank == holder else None,
         )
+
+    try:
+        store = in_time(make, timeout_s)
+        store.set_timeout(timedelta(seconds=timeout_s))
+    except NotInTimeError:
+        raise _silent_store(timeout_s) from None
     except (distributed.DistError, OSError) as error:
         failures = {} if holder is None else {holder: "does not hold a store of the group"}
-        raise RankError(f"{describe(failures)}: {error}", failures) from error
+        what = describe(failures) or "torchrun does not hold a store of the group"
+        # Behind the first line torch says where in its own code it was.
+        raise RankError(f"{what}: {str(error).partition(chr(10))[0]}", failures) from None
     # torchrun starts all of them anew when one ends, on the same store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return distributed.PrefixStore(f"ostinato/attempt {attempt}", store)  # type: ignore[attr-defined]
+
+
+def _silent_store(seconds: float) -> RankError:
+    """Return the error of a store that is not reached, or accepts a connection and is silent."""
+    holder = _store_rank()
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    what = f"does not answer at {where} in {seconds:g} s, where the store of the group should be"
+    if holder is None:
+        return RankError(f"torchrun {what}", {})
+    return RankError(describe({holder: what}), {holder: what})
 
 
 def _listen(host: str, port: int) -> int | None:

@@ -280,7 +280,7 @@ class Watchdog:
             elif not suspects:
                 self._suspects = {}
             elif now - self._suspected_since > max(_ANSWER_S, self._silence_s / 4):
-                self._settle(self._suspects)
+                self._settle(self._suspects, self._suspected_since)
 
     def _suspicions(self, now: float) -> dict[int, str]:
         if early := self._left_too_early(now):
@@ -318,11 +318,17 @@ class Watchdog:
         frames = [*sys._current_frames().values()]
         return any(code is _MEETING for frame in frames for code in _codes(frame))
 
-    def _settle(self, failures: Mapping[int, str]) -> None:
+    def _settle(self, failures: Mapping[int, str], since: float | None = None) -> None:
+        """Take ranks for lost, as all others do.
+
+        Args:
+            failures: what happened to each.
+            since: from when on this process has half a timeout to come out of what it is in.
+        """
         with self._settling:
             if self._failures is not None:
                 return
-            self._failed_at = time.monotonic()
+            self._failed_at = time.monotonic() if since is None else since
             self._failures = dict(failures)
             listeners, failure = list(self._listeners), self.failure
         self._failed.set()

@@ -189,7 +189,7 @@ def run_command(case: dict[str, Any], report: Path) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     printed = report.with_suffix(".stdout")
     with open(printed, "w") as file, contextlib.redirect_stdout(file):
-        code = main([word.replace("{rank}", str(rank)) for word in case["argv"]])
+        code = main([word if isinstance(word, str) else word[rank] for word in case["argv"]])
     report.write_text(json.dumps({"printed": printed.read_text()}))
     return code
 

@@ -52,6 +52,14 @@ def test_a_meeting_gives_the_values_of_all() -> None:
     assert told == [[[[0], [1], [2]]] * 2] * 3
 
 
+def test_a_rank_that_was_told_something_else_is_named() -> None:
+    told = [{"WORLD_SIZE": 2, "timeout_s": 60.0}, {"WORLD_SIZE": 3, "timeout_s": 7.0}]
+
+    names = ("WORLD_SIZE", "timeout_s")
+    for error in run_ranks(lambda channel: channel.require_alike(told, names), size=2):
+        assert error.failures == {1: "has WORLD_SIZE 3, expected 2 as on rank 0"}
+
+
 def test_a_rank_that_is_elsewhere_is_named() -> None:
     places = {0: "here", 1: "here", 2: "there"}
     errors = run_ranks(lambda channel: channel.meet(places[channel._rank], None))

@@ -48,10 +48,24 @@ def test_a_port_in_use_is_named_with_its_rank(port: int) -> None:
     assert list(raised.value.failures) == [0]
 
 
+def test_a_port_that_accepts_and_is_silent_is_given_up(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may have been stopped, or the port be another program's."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        socket.create_server(("", port)),
+        pytest.raises(RankError, match=rf"rank 0 does not answer at localhost:{port} in 2 s"),
+    ):
+        start_ranks(torch.device("cpu"), timeout_s=2)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
         ("WORLD_SIZE", "", "WORLD_SIZE: got '' in the environment, expected a number"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE: got 0 in the environment, expected at least 1"),
         ("RANK", "-1", "RANK: got '-1' in the environment, expected a number"),
         ("RANK", "1", "RANK: got 1, expected less than WORLD_SIZE, 1"),
         ("MASTER_PORT", "abc", "MASTER_PORT: got 'abc' in the environment, expected a number"),
