@@ -14,14 +14,21 @@ from sglang.srt import plugins
 from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import (
+    ForwardContext,
+    forward_context,
+    get_req_to_token_pool,
+    get_token_to_kv_pool,
+)
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_classes import DIM, HEADS, KV_HEADS, runner
 
 from ostinato.compat import sglang as plugin
-from ostinato.compat.sglang.attention import OstinatoBackend
+from ostinato.compat.sglang.attention import OstinatoBackend, check_kernels
 
 plugin.register()
 
@@ -188,11 +195,53 @@ def test_sinks_are_one_more_logit() -> None:
         ({"use_mla_backend": True}, "model: got multi-head latent attention"),
         ({"is_hybrid_swa": True}, "model: got a pool of its own for sliding windows"),
         ({"token_to_kv_pool": SimpleNamespace(kv_cache_layout="hnd")}, "KV cache: got layout hnd"),
+        (
+            {"token_to_kv_pool": SimpleNamespace(dtype=torch.float8_e5m2)},
+            "kv-cache-dtype: got torch.float8_e5m2, expected one of bfloat16",
+        ),
+        ({"server_args": SimpleNamespace(dcp_size=2)}, "dcp-size: got 2, expected 1 with backend"),
+        (
+            {"server_args": SimpleNamespace(enable_prefill_cp=True)},
+            "enable-prefill-cp: got True, expected False",
+        ),
+        (
+            {"model_config": SimpleNamespace(is_encoder_decoder=True)},
+            "model: got an encoder and a decoder",
+        ),
     ],
 )
 def test_what_the_backend_does_not_have_is_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         OstinatoBackend(runner(16, **changes))
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads", "words"),
+    [
+        ((8, 0), {}, "device: got sm_80, expected a Hopper GPU"),
+        ((9, 0), {"head_dim": 72}, "model: got heads of 72 and 72 elements, 4 of queries"),
+        ((9, 0), {"v_head_dim": 64}, "model: got heads of 128 and 64 elements"),
+        ((9, 0), {"num_attention_heads": 800}, "100 of queries for one of keys"),
+        ((9, 0), {"dtype": torch.float32}, "in torch.float32, for which backend ostinato has no"),
+    ],
+)
+def test_gpus_and_heads_without_kernels_are_refused(
+    capability: tuple[int, int], heads: dict[str, Any], words: str
+) -> None:
+    config = {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config |= {"dtype": torch.bfloat16}
+    check_kernels((9, 0), SimpleNamespace(**config))
+    with pytest.raises(ValueError, match=words):
+        check_kernels(capability, SimpleNamespace(**{**config, **heads}))
+
+
+def test_models_and_other_backends_find_the_pools() -> None:
+    held = runner(16)
+    backend = OstinatoBackend(held)
+    TboAttnBackend(backend, [backend, backend])
+    with forward_context(ForwardContext(attn_backend=backend)):
+        assert get_token_to_kv_pool() is held.token_to_kv_pool
+        assert get_req_to_token_pool() is held.req_to_token_pool
 
 
 def test_what_a_layer_asks_for_in_vain_is_named() -> None:
@@ -205,6 +254,7 @@ def test_what_a_layer_asks_for_in_vain_is_named() -> None:
     for attribute, value, words in (
         ("is_cross_attention", True, "layer: got cross attention"),
         ("attn_type", None, "attn_type: got None, expected DECODER"),
+        ("xai_temperature_len", 7, "xai_temperature_len: got 7, expected none"),
         ("logit_capping_method", "rational", "logit_capping_method: got 'rational'"),
     ):
         layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, layer_id=0, logit_cap=1.0)

@@ -17,13 +17,23 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
+from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.utils import offloader
 
 from ostinato.compat import sglang as plugin
+from ostinato.compat.sglang import linears
 from ostinato.models import BlockFP8Linear
 
 plugin.register()
 HookRegistry.apply_hooks()
+
+
+@pytest.fixture(autouse=True)
+def _kernels_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our products run on torch's operators here, for which SGLang's would be left alone."""
+    monkeypatch.setattr(linears, "has_kernel", lambda *_: True)
+
 
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn
 N, K = 256, 384
@@ -151,6 +161,39 @@ def test_schemes_of_compressed_tensors(kind: str, strategy: str) -> None:
         symmetric.process_weights_after_loading(other)
         without = error(symmetric.apply_weights(other, x, None), x, other_weight)
         assert error(y, x, weight) < 0.8 * without
+
+
+def int8_layer() -> Any:
+    """Return a layer with codes and scales that are not prepared yet."""
+    layer = ReplicatedLinear(
+        K, N, bias=False, params_dtype=BF16, quant_config=W8A8Int8Config({}), prefix="x"
+    )
+    fill(layer)
+    return layer
+
+
+def test_other_weights_for_a_running_server_are_refused() -> None:
+    layer = int8_layer()
+    model = torch.nn.Sequential(layer)
+    refused = weight_updater._unsupported_derived_weight_cache_error
+    assert refused(model) is None
+    layer.quant_method.process_weights_after_loading(layer)
+    reason = refused(model)
+    assert reason is not None
+    assert reason.startswith("Weights can not be exchanged: 8-bit linear layers hold them")
+    with pytest.raises(RuntimeError, match="weights: got others for a running server"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_devices_without_our_kernels_stay_with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "has_kernel", lambda *_: False)
+    layer = int8_layer()
+    assert not linears._is_ours(layer)
+
+
+def test_weights_that_sglang_offloads_stay_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloader, "_instance", offloader.OffloaderV1(cpu_offload_max_bytes=1))
+    assert not linears._is_ours(int8_layer())
 
 
 def test_what_is_not_in_8_bits_is_left_to_sglang() -> None:

@@ -12,7 +12,11 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from ... import ops
+from ...ops.attention.decode_cuda import decode_kernels
+from ...ops.attention.decode_variants import AttentionDecode
 from ...ops.common.sizes import ceil_div, power_of_two
+
+_CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,15 @@ class OstinatoBackend(AttentionBackend):  # type: ignore[misc]
     Keys and values stay in SGLang's pool, which is read in pages of its `--page-size`: multiples of
     16 are fastest. Lengths and page tables are made on the device, so that a decode step can be
     captured. With `--enable-deterministic-inference` a request's bits do not depend on the others
-    of its batch.
+    of its batch, as long as its prompt is computed whole.
 
     Args:
         runner: SGLang's model runner.
 
     Raises:
         ValueError: naming what the backend does not have: speculative decoding, multi-head latent
-            attention, pools of sliding windows or of a layout other than tokens first.
+            attention, encoders, context parallelism, pools of sliding windows, or of a layout other
+            than tokens first, or of another dtype; a GPU or heads without kernels.
     """
 
     needs_cpu_seq_lens = False
@@ -63,12 +68,19 @@ class OstinatoBackend(AttentionBackend):  # type: ignore[misc]
                 "model: got a pool of its own for sliding windows, expected "
                 "--disable-hybrid-swa-memory with backend ostinato"
             )
-        self._pool = runner.token_to_kv_pool
-        layout = getattr(self._pool, "kv_cache_layout", "nhd")
-        if layout != "nhd":
-            raise ValueError(f"KV cache: got layout {layout}, expected nhd with backend ostinato")
+        _check_options(runner.server_args)
+        if getattr(runner.model_config, "is_encoder_decoder", False):
+            raise ValueError("model: got an encoder and a decoder, expected a decoder alone")
+        # Models and SGLang's other backends find them here, by these names.
+        self.token_to_kv_pool = self._pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.kv_index_translator: Any = None
+        _check_pool(getattr(self._pool, "full_kv_pool", self._pool))
         self._page_size = runner.page_size
         self._req_to_token = runner.req_to_token_pool.req_to_token
+        if self._req_to_token.is_cuda:
+            capability = torch.cuda.get_device_capability(self._req_to_token.device)
+            check_kernels(capability, runner.model_config)
         self._max_pages = ceil_div(runner.model_config.context_len, self._page_size)
         self._deterministic = bool(runner.server_args.enable_deterministic_inference)
         device = self._req_to_token.device
@@ -226,8 +238,56 @@ class OstinatoBackend(AttentionBackend):  # type: ignore[misc]
         return self._one if scale is None else scale.float().reshape(())
 
 
+def _check_options(args: Any) -> None:
+    """Refuse options of the server that change what a backend has to do."""
+    for name, most in (("dcp_size", 1), ("attn_cp_size", 1), ("enable_prefill_cp", False)):
+        if (got := getattr(args, name, most) or most) != most:
+            flag = name.replace("_", "-")
+            raise ValueError(f"{flag}: got {got}, expected {most} with backend ostinato")
+
+
+def _check_pool(pool: Any) -> None:
+    """Refuse a pool of keys and values that the ops do not read."""
+    layout = getattr(pool, "kv_cache_layout", "nhd")
+    if layout != "nhd":
+        raise ValueError(f"KV cache: got layout {layout}, expected nhd with backend ostinato")
+    dtype = getattr(pool, "dtype", torch.bfloat16)
+    if dtype not in _CACHE_DTYPES:
+        expected = ", ".join(str(known).removeprefix("torch.") for known in _CACHE_DTYPES)
+        raise ValueError(f"kv-cache-dtype: got {dtype}, expected one of {expected}")
+
+
+def check_kernels(capability: tuple[int, int], config: Any) -> None:
+    """Refuse a GPU, or heads, for which there are torch's operators alone.
+
+    These would go through all of a context for each step, as long as SGLang lets one be.
+
+    Args:
+        capability: of the GPU, (9, 0) for sm_90.
+        config: SGLang's of the model.
+    """
+    if not AttentionDecode.supports(capability):
+        major, minor = capability
+        raise ValueError(
+            f"device: got sm_{major}{minor}, expected a Hopper GPU (sm_90) with backend ostinato"
+        )
+    dim = config.head_dim
+    value_dim = getattr(config, "v_head_dim", None) or dim
+    group = config.num_attention_heads // (config.num_key_value_heads or config.num_attention_heads)
+    if value_dim != dim or not decode_kernels(config.dtype, dim, group):
+        raise ValueError(
+            f"model: got heads of {dim} and {value_dim} elements, {group} of queries for one of "
+            f"keys, in {config.dtype}, for which backend ostinato has no kernel"
+        )
+
+
 def _check_layer(layer: Any) -> None:
     """Refuse a layer that computes something else."""
+    if getattr(layer, "xai_temperature_len", -1) > 0:
+        raise ValueError(
+            f"xai_temperature_len: got {layer.xai_temperature_len}, expected none with backend "
+            "ostinato"
+        )
     if layer.is_cross_attention:
         raise ValueError("layer: got cross attention, expected self attention")
     if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":

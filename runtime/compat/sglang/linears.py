@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sglang.srt.utils.offloader import NoopOffloader, get_offloader
 
 from ... import ops
 from ...checkpoint.scales import merge_asymmetric
@@ -20,6 +21,10 @@ _QUANTIZATION = "sglang.srt.layers.quantization"
 _SCHEMES = f"{_QUANTIZATION}.compressed_tensors.schemes"
 _ATTRIBUTE = "ostinato_linear"  # of a layer of SGLang: its product
 _BLOCK = [128, 128]
+_KEPT = (
+    "8-bit linear layers hold them in the order of ostinato's kernels; start the server with "
+    "SGLANG_PLUGINS=none, or anew"
+)
 
 Product = W8A8Linear | BlockFP8Linear
 
@@ -62,6 +67,8 @@ class _Prepare:
         self._product_of = product_of
 
     def __call__(self, original: Callable[..., Any], method: Any, layer: Any) -> Any:
+        if hasattr(layer, _ATTRIBUTE):
+            raise RuntimeError(f"weights: got others for a running server, {_KEPT}")
         if not _is_ours(layer) or (product := self._product_of(method, layer)) is None:
             return original(method, layer)
         # Held once: SGLang's own copy goes.
@@ -69,6 +76,8 @@ class _Prepare:
             if name in layer._parameters:
                 setattr(layer, name, None)
         setattr(layer, _ATTRIBUTE, product)
+        # By this name SGLang refuses requests to exchange weights, before it changes any.
+        layer._derived_weight_cache_error = f"Weights can not be exchanged: {_KEPT}"
         return None
 
 
@@ -97,10 +106,11 @@ def _apply(
 def _is_ours(layer: Any) -> bool:
     """Return whether a layer is one that kernels of ours may serve.
 
-    SGLang reads the weight of `kv_b_proj` itself, to absorb it into attention.
+    SGLang reads the weight of `kv_b_proj` itself, to absorb it into attention, and moves weights
+    that it offloads to the host by what it knows of them.
     """
     weight = layer.weight
-    if weight.is_cuda and not has_kernel(GemmTiled, weight):
+    if not has_kernel(GemmTiled, weight) or not isinstance(get_offloader(), NoopOffloader):
         return False
     return weight.itemsize == 1 and "kv_b_proj" not in getattr(layer, "prefix", "")
 
