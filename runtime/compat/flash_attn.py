@@ -384,8 +384,12 @@ def _scale(softmax_scale: float | None) -> float | None:
     return softmax_scale
 
 
-def _most(name: str, max_seqlen: int) -> int:
+def _most(name: str, max_seqlen: int | torch.Tensor) -> int:
     """Return how many rows a sequence may have, as our ops take it: at least 1."""
+    if isinstance(max_seqlen, torch.Tensor):  # as of cu_seqlens.diff().max()
+        if max_seqlen.ndim or max_seqlen.is_floating_point():
+            raise TypeError(f"{name}: got a tensor of {max_seqlen.dtype}, expected an int")
+        max_seqlen = int(max_seqlen)
     checks.integer(name, max_seqlen, least=0)
     return max(max_seqlen, 1)
 

@@ -504,3 +504,13 @@ def test_bits_of_a_decode_step_do_not_depend_on_its_bucket() -> None:
         block_table=wide,
     )
     assert torch.equal(many[:2], few)
+
+
+def test_lengths_may_be_tensors_of_one_number() -> None:
+    """As transformers makes them of offsets."""
+    q, offsets = torch.randn(5, 4, 16), int32([0, 3, 5], CPU)
+    most = offsets.diff().max()
+    out = flash_attn_varlen_func(q, q, q, offsets, offsets, most, most)
+    assert torch.equal(out, flash_attn_varlen_func(q, q, q, offsets, offsets, 3, 3))
+    with pytest.raises(TypeError, match=r"max_seqlen_q: got a tensor of torch.float32"):
+        flash_attn_varlen_func(q, q, q, offsets, offsets, most.float(), most)

@@ -38,6 +38,14 @@ PROJECTIONS = [
 ]
 
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
 def load(folder: Path, **options: Any) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     return model.eval()
@@ -199,7 +207,13 @@ def test_models_that_cannot_batch_with_ours_are_left(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [("t5", "position_bias"), ("modernbert", "mask_function")]
+    ("kind", "why"),
+    [
+        ("t5", "attention_mask: got padding where each query sees every key"),
+        ("bert", "attention_mask: got padding where each query sees every key"),
+        ("llama4_text", "mask_function: got "),
+        ("deepseek_v32", "indices: got a tensor"),
+    ],
 )
 def test_models_that_fail_with_our_attention_keep_their_own(kind: str, why: str) -> None:
     sizes: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 2}
@@ -210,28 +224,72 @@ def test_models_that_fail_with_our_attention_keep_their_own(kind: str, why: str)
                 **sizes,
             )
         ),
-        "modernbert": lambda: transformers.ModernBertModel(
-            transformers.ModernBertConfig(
-                hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                bos_token_id=1, cls_token_id=1, sep_token_id=2, **sizes,
+        "llama4_text": lambda: transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(
+                "llama4_text", num_local_experts=2, num_key_value_heads=2, head_dim=16,
+                intermediate_size_mlp=64, bos_token_id=1, **SMALL, **sizes,
+            )
+        ),
+        "bert": lambda: transformers.BertModel(transformers.BertConfig(**SMALL, **sizes)),
+        "deepseek_v32": lambda: transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(
+                "deepseek_v32", num_key_value_heads=2, kv_lora_rank=16, q_lora_rank=16,
+                qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_routed_experts=2,
+                num_experts_per_tok=1, moe_intermediate_size=32, n_group=1, topk_group=1,
+                index_topk=2, index_n_heads=2, index_head_dim=16, first_k_dense_replace=1,
+                bos_token_id=1, **SMALL, **sizes,
             )
         ),
     }[kind]()  # fmt: skip
-    model.encoder.train() if kind == "t5" else model.layers[0].train()
+    next(module for module in model.modules() if module is not model).train()
     modes = [module.training for module in model.modules()]
     own = model.config._attn_implementation
     report = accelerate(model)
     assert report.attention == own == model.config._attn_implementation
-    assert report.left["attention"].startswith(f"with ours its forward raises: {why}: got ")
+    assert report.left["attention"].startswith(f"with ours its forward raises: {why}")
     assert [module.training for module in model.modules()] == modes
     with torch.no_grad():
         model.eval()(**model.dummy_inputs)
 
 
-def test_a_model_whose_forward_fails_anyhow_gets_our_attention(tmp_path: Path) -> None:
+def test_a_model_that_can_not_be_tried_keeps_its_own(tmp_path: Path) -> None:
     write(tmp_path)
     model = load(tmp_path)
     model.model.layers[0].register_forward_pre_hook(lambda *_: 1 // 0)
+    report = accelerate(model)
+    assert report.attention != "ostinato"
+    assert report.left["attention"].startswith("it could not be tried, since a forward of dummy_in")
+
+
+def test_parts_of_a_model_get_their_own_attention_back() -> None:
+    text = {"num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    text |= {"intermediate_size_mlp": 64, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 64}
+    config = transformers.Llama4Config(
+        text_config={**SMALL, **text},
+        vision_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+    )
+    model = transformers.Llama4ForConditionalGeneration(config).eval()
+    own = {"": "sdpa", "text_config": "eager", "vision_config": "sdpa"}
+    model.set_attn_implementation(own)
+    report = accelerate(model)
+    assert "attention" in report.left
+    assert model.config.text_config._attn_implementation == "eager"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+def test_a_plain_model_needs_no_checkpoint(tmp_path: Path) -> None:
+    model = random_model(MODELS["llama"])
+    model.name_or_path = str(tmp_path)
     assert accelerate(model).attention == "ostinato"
 
 

@@ -36,6 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ostinato import ops
 from ostinato.compat.transformers import NAME, RaggedStaticCache, replace_attention
+from ostinato.compat.transformers.interface import attention
 from ostinato.graphs import BufferSpec, GraphRunner, StaticBuffers
 from ostinato.jit.errors import MissingKernelError
 
@@ -406,3 +407,19 @@ def test_graphs_replay_what_replaced_layers_compute(device: torch.device) -> Non
                 given: dict[str, Any] = {"past_key_values": rows, "position_ids": rows.position_ids}
                 eager = model(inputs["tokens"][:, None].to(device), **given).logits[:, -1]
             assert torch.equal(replayed, eager)
+
+
+def test_a_layer_that_does_not_say_what_it_sees_is_refused() -> None:
+    """Encoders that transformers computes eagerly have no `is_causal`, and no mask."""
+    q = torch.randn(1, 2, 3, 16)
+    with pytest.raises(ValueError, match="is_causal: got None from Identity, expected a bool"):
+        attention(torch.nn.Identity(), q, q, q, None)
+    out, _ = attention(torch.nn.Identity(), q[:, :, :1], q, q, None)  # the last sees all, anyhow
+    assert out.shape == (1, 1, 2, 16)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
+def test_attention_to_chosen_keys_is_refused(name: str) -> None:
+    q = torch.randn(1, 2, 3, 16)
+    with pytest.raises(ValueError, match=f"{name}: got a tensor, expected None"):
+        attention(torch.nn.Identity(), q, q, q, None, is_causal=True, **{name: torch.zeros(1)})

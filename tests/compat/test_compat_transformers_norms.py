@@ -192,10 +192,16 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
         assert torch.equal(out.view(-1, 16), by_the_op(norm, x.reshape(-1, 16).contiguous()))
 
 
+def test_inputs_of_another_dtype_go_to_the_class() -> None:
+    """As those of norms of q and k within autocast, which have the dtype of products."""
+    norm = norm_of(64, torch.float32, torch.device("cpu"))
+    x = torch.randn(2, 64).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(norm(x), type(norm).forward(norm, x))
+
+
 def test_inputs_that_are_refused() -> None:
     norm = norm_of(64, torch.float32, torch.device("cpu"))
-    with pytest.raises(TypeError, match=r"x: got dtype torch.bfloat16, expected that of weight"):
-        norm(torch.randn(2, 64).bfloat16())
     with pytest.raises(ValueError, match=r"weight: got shape \[64\], expected \[32\]"):
         norm(torch.randn(2, 32))
     with pytest.raises(TypeError, match=r"x: got dtype torch.float64, expected"):

@@ -17,7 +17,10 @@ from ...ops.common.device import current_stream
 from .cache import NAME
 
 # Arguments of other attention functions that change the result: None or False here.
-_NOT_BUILT = ("output_attentions", "position_bias", "head_mask", "cache", "cu_seq_lens_q")
+_NOT_BUILT = (
+    *("output_attentions", "position_bias", "head_mask", "cache", "cu_seq_lens_q"),
+    *("indices", "block_indices", "sinks"),  # of sparse attention, and of Inkling
+)
 _LEAST_TABLE = 512  # sequences of a page table that is kept; more make a larger one
 
 _tables: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream
@@ -92,7 +95,14 @@ def attention(
         )
     starts = None
     if attention_mask is None:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", None)
+        if causal is None and seq_lens is None and 1 < tokens == key.size(2):
+            # Encoders that transformers computes by its eager attention alone say nothing of it.
+            raise ValueError(
+                f"is_causal: got None from {type(module).__name__}, expected a bool where there is "
+                f"no mask, for attention {NAME!r}"
+            )
+        causal = causal is not False
         if seq_lens is None:
             if causal and 1 < tokens != key.size(2):
                 raise ValueError(

@@ -155,10 +155,16 @@ def _folder(model: Any, checkpoint: str | os.PathLike[str] | None) -> Path | Non
             "checkpoint: got None for a quantised model without a name_or_path, expected the "
             "folder that it was loaded from"
         )
-    # A model made of a configuration may have the name of what that was read from.
+    # A model made of a configuration may have the name of what that was read from, and one of a
+    # folder's folder that folder's. Only ModelOpt's quantisation is in a checkpoint alone.
     if not name or not (quantized or os.path.isdir(name)):
         return None
-    return checkpoint_folder("model.name_or_path", name, CONFIG_FILE, weights=True)
+    try:
+        return checkpoint_folder("model.name_or_path", name, CONFIG_FILE, weights=True)
+    except CheckpointError:
+        if quantized:
+            raise
+        return None
 
 
 def _product(

@@ -32,9 +32,8 @@ def replace_norms(model: torch.nn.Module) -> list[str]:
     its own. What a replaced norm takes:
 
     - x [..., K] of its weight's dtype, on its device, with any strides; the result is contiguous.
-      Another dtype is refused: of such, some classes return the weight's and some x's.
-    - x or a weight that requires a gradient, while gradients are enabled, goes to the class's own
-      forward: the op has no backward pass.
+    - x of another dtype, as within `torch.autocast`, goes to the class's own forward. So does x or
+      a weight that requires a gradient, while gradients are enabled: the op has no backward pass.
 
     The op rounds its result once; transformers' norms mostly round x / rms to 16 bits before they
     multiply by the weight, so that bits differ.
@@ -49,7 +48,7 @@ def replace_norms(model: torch.nn.Module) -> list[str]:
 
     Raises:
         KernelError: when the op's kernel is not compiled and can not be compiled now.
-        TypeError: when `model` is no module; by a replaced norm, for x of another dtype.
+        TypeError: when `model` is no module; by a replaced norm, for a dtype that the op lacks.
         ValueError: by a replaced norm, for a shape or device that does not go with the weight's.
     """
     return replace_forwards(model, _forward_of)
@@ -61,14 +60,13 @@ def _forward_of(module: torch.nn.Module) -> Forward | None:
 
 
 def _forward(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., K] normalised by the op, or by the norm's class where a gradient is wanted."""
+    """Return x [..., K] normalised by the op, or by the norm's class for what the op is not for."""
     weight = norm.weight
     assert isinstance(weight, torch.Tensor)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if wants_gradient or x.dtype != weight.dtype:
         result: torch.Tensor = type(norm).forward(norm, x)
         return result
-    if x.dtype != weight.dtype:
-        raise TypeError(f"x: got dtype {x.dtype}, expected that of weight, {weight.dtype}")
     rows = x.reshape(-1, x.size(-1))
     if rows.stride(1) != 1:
         rows = rows.contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -71,8 +72,8 @@ def accelerate(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None
     `model.generate(ids, cache_implementation="static")`. A call that wants gradients needs
     `torch.no_grad()` from now on.
 
-    The model's `dummy_inputs`, some 15 tokens, are computed once, with its hooks. Where that raises
-    an error with our attention and none with the model's own, the model keeps its own.
+    The model's `dummy_inputs`, some 15 tokens, are computed once, one of them as padding in front
+    and with the model's hooks. Where that raises an error the model keeps its own attention.
 
     Args:
         model: of transformers, on its device and in its dtype.
@@ -90,7 +91,8 @@ def accelerate(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: got {type(model).__name__}, expected a model of transformers")
     left: dict[str, str] = {}
-    before = model.config._attn_implementation
+    before = _attention_of(model)
+    own = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
     except ValueError as error:
@@ -107,10 +109,10 @@ def accelerate(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None
         left.update(linears.left)
     failure = _failure_with_ours(model, before)
     if failure is not None:
-        left["attention"] = f"with ours its forward raises: {failure}"
+        left["attention"] = failure
     after: Any = model.config._attn_implementation
     if after != NAME:
-        left.setdefault("attention", f"the model has no other attention than {before!r}")
+        left.setdefault("attention", f"the model has no other attention than {own!r}")
     batching = after == NAME and replace_batching(model)
     if not batching:
         left["generate_batch"] = (
@@ -127,21 +129,30 @@ def accelerate(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None
     )
 
 
-def _failure_with_ours(model: PreTrainedModel, own: str) -> str | None:
-    """Return what a model's forward raises with our attention; it has its own from then on.
+def _attention_of(model: PreTrainedModel) -> list[tuple[Any, Any]]:
+    """Return the configurations of a model and its parts, each with its attention."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    found = {id(config): config for config in configs}
+    return [(config, config._attn_implementation_internal) for config in found.values()]
 
-    None where it raises nothing, or with its own attention, too, which then says nothing of ours.
+
+def _failure_with_ours(model: PreTrainedModel, before: list[tuple[Any, Any]]) -> str | None:
+    """Return why a model can not have our attention; it has its own from then on.
+
+    Args:
+        model: with our attention, if it takes any.
+        before: of `_attention_of`, what it had.
     """
     if model.config._attn_implementation != NAME:
         return None
     error = _error_of_forward(model)
     if error is None:
         return None
-    model.set_attn_implementation(own)
+    for config, own in before:
+        config._attn_implementation_internal = own
     if _error_of_forward(model) is None:
-        return error
-    model.set_attn_implementation(NAME)
-    return None
+        return f"with ours its forward raises: {error}"
+    return f"it could not be tried, since a forward of dummy_inputs raises: {error}"
 
 
 def _error_of_forward(model: PreTrainedModel) -> str | None:
@@ -152,7 +163,7 @@ def _error_of_forward(model: PreTrainedModel) -> str | None:
     model.eval()
     try:
         with torch.no_grad():
-            model(**{name: x.to(model.device) for name, x in model.dummy_inputs.items()})
+            model(**{name: x.to(model.device) for name, x in _dummy_inputs(model).items()})
     except KernelError:
         raise
     except Exception as error:
@@ -161,6 +172,21 @@ def _error_of_forward(model: PreTrainedModel) -> str | None:
         for module in training:
             module.training = True
     return None
+
+
+def _dummy_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the model's own, with padding in front of one text, as batches of texts have it."""
+    inputs: dict[str, torch.Tensor] = dict(model.dummy_inputs)
+    taken = signature(model.forward).parameters
+    ids = inputs.get("input_ids")
+    if ids is None:
+        return inputs
+    if "attention_mask" in taken and "attention_mask" not in inputs:
+        inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][0, 0] = 0
+    if "token_type_ids" in taken:  # processors of some vision models always give them
+        inputs.setdefault("token_type_ids", torch.zeros_like(ids))
+    return inputs
 
 
 def _others(model: torch.nn.Module, known: set[str]) -> Iterator[tuple[str, str]]:
