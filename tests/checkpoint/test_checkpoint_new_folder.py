@@ -212,8 +212,13 @@ def test_ctrl_c_during_the_clean_up_comes_after_it(
         rmtree(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", interrupted)
-    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "out"):
-        raise ValueError
+    # A shell's background processes are started with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "out"):
+            raise ValueError
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not list(tmp_path.iterdir())
 
 
