@@ -111,10 +111,10 @@ def test_a_mistake_is_told_once(run: Run) -> None:
 
 
 def test_a_mistake_before_the_start_is_told_by_who_makes_it(run: Run) -> None:
-    flags = [*GENERATE, "8", "a", "-tp", ["2", "4"], "--group-timeout", "8"]
+    flags = [*GENERATE, "8", "a", "-tp", ["2", "4"], "--group-timeout", "4"]
     first, second = run(flags).result()["ranks"]
     assert first["code"] == 1
-    assert "rank 1 did not come to 'the start' in 8 s" in first["stderr"]
+    assert "rank 1 did not come to 'the start' in 4 s" in first["stderr"]
     assert second["code"] == 2
     assert (
         "error on rank 1: --tensor-parallel-size: got 4, expected 2, the number of processes"
