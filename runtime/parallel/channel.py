@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ostinato.graphs.errors import RankError
@@ -82,18 +82,16 @@ class Channel:
                 raise self._lost({rank: f"is at {where!r}, and rank 0 at {first!r}"})
         return [told for _, told in said]
 
-    def require_alike(self, told: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-        """Check that all ranks have told the same of some names.
+    def require_alike(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Check that all ranks have told the same options.
 
         Raises:
             RankError: naming those that have not told what rank 0 has.
         """
-        odd = {
-            rank: f"has {name} {own[name]}, expected {told[0][name]} as on rank 0"
-            for name in reversed(names)
-            for rank, own in enumerate(told)
-            if own[name] != told[0][name]
-        }
+        odd: dict[int, str] = {}
+        for rank, name in unlike(told):
+            text = f"has {name} {told[rank][name]}, expected {told[0][name]} as on rank 0"
+            odd.setdefault(rank, text)
         if odd:
             raise self._lost(odd)
 
@@ -210,6 +208,14 @@ class Channel:
                 raise
             failure = None if self.watchdog is None else self.watchdog.blame(error)
             raise failure or RankError(f"the store of the group failed: {error}") from error
+
+
+def unlike(told: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
+    """Yield the ranks that have told something else than rank 0, each with the option's name."""
+    for rank, own in enumerate(told):
+        for name, first in told[0].items():
+            if own[name] != first:
+                yield rank, name
 
 
 def _differing(own: str, said: dict[int, str], differing: set[int]) -> dict[int, str]:

@@ -7,10 +7,11 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -23,9 +24,10 @@ from ..ops import Communicator, GroupCommunicator
 from ..ops.collective.peers import PeerCommunicator, connect_peers
 from ..rank_environment import number_of, world_size
 from .channel import Channel
-from .in_time import NotInTimeError, in_time
 from .processes import WatchedProcess, identity
 from .watchdog import Watchdog
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
 _GIVE_UP = 0.75  # of the timeout: a collective waits so long, and no rank is silent for so long
@@ -88,19 +90,16 @@ class Ranks:
         self._closed = False
         self._peers: list[PeerCommunicator] = []
         self.channel = Channel(store, rank, size, timeout_s)
-        own = {"process": identity(), "WORLD_SIZE": size, "timeout_s": timeout_s}
+        own = [identity(), {"WORLD_SIZE": size, "timeout_s": timeout_s}]
 
         def start() -> list[dict[str, Any]]:
             store.set(f"alive/{rank}", '["", 0, false]')
             told = self.channel.meet("the start", own)
-            self.channel.require_alike(told, ("WORLD_SIZE", "timeout_s"))
-            return told
+            self.channel.require_alike([options for _, options in told])
+            return [who for who, _ in told]
 
-        try:
-            told = in_time(start, timeout_s + _MEETING_ENDS_S)
-        except NotInTimeError:
-            raise _silent_store(timeout_s) from None
-        processes = {r: WatchedProcess(who["process"]) for r, who in enumerate(told) if r != rank}
+        who = _from_store(start, timeout_s, more_s=_MEETING_ENDS_S)
+        processes = {r: WatchedProcess(told) for r, told in enumerate(who) if r != rank}
         self.watchdog = Watchdog(_connection(store), rank, processes, timeout_s, _store_rank())
         self.channel.watchdog = self.watchdog
 
@@ -324,10 +323,8 @@ def _store(rank: int, timeout_s: float) -> Any:
         )
 
     try:
-        store = in_time(make, timeout_s)
+        store = _from_store(make, timeout_s)
         store.set_timeout(timedelta(seconds=timeout_s))
-    except NotInTimeError:
-        raise _silent_store(timeout_s) from None
     except (distributed.DistError, OSError) as error:
         failures = {} if holder is None else {holder: "does not hold a store of the group"}
         what = describe(failures) or "torchrun does not hold a store of the group"
@@ -338,14 +335,37 @@ def _store(rank: int, timeout_s: float) -> Any:
     return distributed.PrefixStore(f"ostinato/attempt {attempt}", store)  # type: ignore[attr-defined]
 
 
-def _silent_store(seconds: float) -> RankError:
-    """Return the error of a store that is not reached, or accepts a connection and is silent."""
+def _from_store(call: Callable[[], T], timeout_s: float, *, more_s: float = 0.0) -> T:
+    """Return what a call that needs the store returns, or raise what it raises.
+
+    It runs in a thread of its own, which is left behind where it does not come back: torch waits in
+    C++ for a store that has accepted a connection and is silent. Ctrl-C is heard meanwhile.
+
+    Args:
+        call: of the store.
+        timeout_s: how long to wait for it.
+        more_s: and how much longer.
+
+    Raises:
+        RankError: naming who holds the store, when the call has not come back by then.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="start of ranks", daemon=True).start()
+    wait([future], timeout_s + more_s)
+    if future.done():
+        return future.result()
     holder = _store_rank()
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    what = f"does not answer at {where} in {seconds:g} s, where the store of the group should be"
-    if holder is None:
-        return RankError(f"torchrun {what}", {})
-    return RankError(describe({holder: what}), {holder: what})
+    what = f"does not answer at {where} in {timeout_s:g} s, where the store of the group should be"
+    failures = {} if holder is None else {holder: what}
+    raise RankError(describe(failures) or f"torchrun {what}", failures)
 
 
 def _listen(host: str, port: int) -> int | None:

@@ -234,10 +234,7 @@ def test_other_blocks_and_scales_are_not_taken_for_ours() -> None:
 
 
 def test_activations_that_are_quantised_already_are_refused() -> None:
-    layer = ReplicatedLinear(
-        K, N, bias=False, params_dtype=BF16, quant_config=W8A8Int8Config({}), prefix="x"
-    )
-    fill(layer)
+    layer = int8_layer()
     layer.quant_method.process_weights_after_loading(layer)
     with pytest.raises(TypeError, match="x: got tuple, activations that are quantised already"):
         layer.quant_method.apply(layer, (torch.zeros(1, K), torch.ones(1)))

@@ -52,15 +52,15 @@ class OstinatoAttentionImpl(AttentionImpl):
         self._k_scale_cache: tuple[torch.Tensor, KVViews] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        source = self._sinks_of_model
-        if source is None:
+        source, held = self._sinks_of_model, self.sinks
+        if source is None or held is None:
             return
         if source.dtype is torch.float32:
             self.sinks = source.detach()
-        elif self.sinks is None or self.sinks.dtype is not torch.float32:
+        elif held is source:
             self.sinks = source.detach().float()
         else:  # loaded again: graphs read where they were
-            self.sinks.copy_(source)
+            held.copy_(source)
 
     def forward(
         self,

@@ -17,6 +17,7 @@ from torch import distributed
 
 from ...models import PagedKVCache
 from ...parallel import Ranks
+from ...parallel.channel import unlike
 from ..request import Request
 from .requests import GrammarLog, request_document
 
@@ -129,14 +130,12 @@ class RankCalls:
         told = self._ranks.channel.meet(
             "a new engine", [pages, json.loads(json.dumps(options))], timeout_s=_LOAD_S
         )
-        first = told[0][1]
-        for rank, (_, own) in enumerate(told):
-            for name in first:
-                if own[name] != first[name]:
-                    raise ValueError(
-                        f"{name}: got {own[name]!r} on rank {rank}, expected {first[name]!r} as on "
-                        "rank 0"
-                    )
+        said = [own for _, own in told]
+        for rank, name in unlike(said):
+            got, expected = said[rank][name], said[0][name]
+            raise ValueError(
+                f"{name}: got {got!r} on rank {rank}, expected {expected!r} as on rank 0"
+            )
         return min(int(count) for count, _ in told)
 
     def require_leading(self, call: str) -> None:
