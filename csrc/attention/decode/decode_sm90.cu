@@ -249,6 +249,12 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         fetch_next();
       }
       const TileRange range(visible, first_tile, last_tile, team_of(warp_index()));
+      if constexpr (decltype(throttled)::value) {
+        // Tiles in which this warp has no token count, too: without them it would not be behind.
+        for (int tile = last_tile - first_tile; tile > range.end - range.begin; --tile) {
+          throttle.pass();
+        }
+      }
       run_mainloop<kSeveral, decltype(throttled)::value>(shared, mainloop, kv_loader, scheduler,
                                                          throttle, position, mask, range,
                                                          has_token_scales(params), look_ahead);

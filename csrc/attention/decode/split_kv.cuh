@@ -121,8 +121,9 @@ __device__ __forceinline__ CtaPlan read_few_seqlens(Seqlens& seqlens, const Argu
   }
   const int sum = add_lower_lanes(tiles);
   const uint32_t live = __ballot_sync(0xffffffff, tiles > 0);
-  const Load load{params.line_heads, params.group * params.max_seqlen_q, __popc(live),
-                  __shfl_sync(0xffffffff, sum, 31), __reduce_max_sync(0xffffffff, tiles)};
+  const Load load{
+      params.line_heads, params.group * params.max_seqlen_q, kRowBytes,
+      __popc(live),      __shfl_sync(0xffffffff, sum, 31),   __reduce_max_sync(0xffffffff, tiles)};
   const Splits::Shares shares = Splits::share(params, load);
   seqlens.start(lane) = Splits::start(shares, {__popc(live & ((1u << lane) - 1)), sum - tiles});
   if (lane == 31) {
@@ -164,7 +165,7 @@ __device__ __forceinline__ CtaPlan read_many_seqlens(SharedStorage& shared, Seql
     shared.load[warp] = make_int4(sum.live, sum.tiles, longest, shortest);
   }
   __syncthreads();
-  Load load{params.line_heads, params.group * params.max_seqlen_q, 0, 0, 0, 1 << 30};
+  Load load{params.line_heads, params.group * params.max_seqlen_q, kRowBytes, 0, 0, 0, 1 << 30};
   Before before{sum.live - own.live, sum.tiles - own.tiles};
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
@@ -177,6 +178,10 @@ __device__ __forceinline__ CtaPlan read_many_seqlens(SharedStorage& shared, Seql
     load.longest = max(load.longest, warp_load.z);
     load.shortest = min(load.shortest, warp_load.w);
   }
+  const int work_tiles = load.live * params.heads_kv;
+  load.dynamic = kMayScheduleDynamically && params.left < 0 &&
+                 load.shortest >= kLeastDynamicTiles &&
+                 work_tiles >= kLeastDynamic * static_cast<int>(gridDim.x);
   const Splits::Shares shares = Splits::share(params, load);
 #pragma unroll 1
   for (int b = begin; b < end; ++b) {
@@ -188,11 +193,7 @@ __device__ __forceinline__ CtaPlan read_many_seqlens(SharedStorage& shared, Seql
     seqlens.start(params.batch) = Splits::start(shares, {load.live, load.tiles});
   }
   __syncthreads();
-  const int work_tiles = load.live * params.heads_kv;
-  const bool dynamic =
-      kMayScheduleDynamically && params.left < 0 && load.shortest >= kLeastDynamicTiles &&
-      work_tiles >= kLeastDynamic * static_cast<int>(gridDim.x) && Splits::whole(load, shares);
-  return {shares, dynamic ? work_tiles : 0};
+  return {shares, load.dynamic && Splits::whole(load, shares) ? work_tiles : 0};
 }
 
 // Fills the tables and computes the shares.

@@ -83,12 +83,14 @@ struct Shares {
 
 // Input of share_out(), the same in all CTAs.
 struct Load {
-  int heads;         // KV heads per line
-  int rows;          // per work tile: queries times query heads of a KV head
-  int live;          // sequences with tiles
-  int tiles;         // of all sequences, per KV head
-  int longest;       // tiles of the longest sequence
-  int shortest = 0;  // tiles (never splits) of the shortest sequence that has some
+  int heads;             // KV heads per line
+  int rows;              // per work tile: queries times query heads of a KV head
+  int row_bytes;         // of a token's keys in one head
+  int live;              // sequences with tiles
+  int tiles;             // of all sequences, per KV head
+  int longest;           // tiles of the longest sequence
+  int shortest = 0;      // tiles (never splits) of the shortest sequence that has some
+  bool dynamic = false;  // whether work tiles may be scheduled dynamically where none is shared
 };
 
 // Costs of sharing a work tile among CTAs, measured on an H200.
@@ -112,25 +114,41 @@ __host__ __device__ __forceinline__ int least_quota(int tiles, int rows, const C
   return quota;
 }
 
+// Whether CTAs should have whole work tiles, or whole equal parts of one, although the busiest then
+// has `more` tiles than the `equal` ones of each CTA on a line without gaps. There CTAs share work
+// tiles, which costs about `sharing`, in the units of Costs.
+__host__ __device__ __forceinline__ bool prefers_whole(const Load& load, int more, int equal,
+                                                       int sharing) {
+  if (load.dynamic) {  // who ends early leaves the others bandwidth, and makes no request
+    constexpr int kFew = 8;
+    return more <= kFew || 5 * more <= equal;
+  }
+  // Two CTAs of an SM take twice the time of one for a tile. Sharing is as dear as 2.5 times as
+  // many tiles of half the bytes.
+  constexpr int kRowBytes = 256;  // where Costs were measured
+  const int halves = load.row_bytes < kRowBytes ? 5 * kRowBytes / (2 * load.row_bytes) : 2;
+  return 2 * 16 * more <= sharing * halves / 2 || 16 * more <= equal;
+}
+
 __host__ __device__ inline Shares share_out(const Load& load, int ctas, const Divisor& by_ctas) {
   const int total = load.tiles * load.heads;
   const int fair = by_ctas.divide(total + ctas - 1);
   const int least = least_quota(load.longest, load.rows, crowded_costs());
   const int equal = fair > least ? fair : least;
   const int work_tiles = load.live * load.heads;
-  int aligned, room;
+  Costs costs = crowded_costs();
+  int aligned, room, splits = 1;
   if (work_tiles <= ctas) {
     // As few splits as needed, of equal size.
     int most = divide(ctas, work_tiles);
     int wanted = divide_up(load.longest, least);
-    Costs costs = crowded_costs();
     const int most_quiet = divide(ctas / 2, work_tiles);
     if ((most < wanted ? most : wanted) <= most_quiet) {
       costs = quiet_costs();
       most = most_quiet;
       wanted = divide_up(load.longest, least_quota(load.longest, load.rows, costs));
     }
-    const int splits = most < wanted ? most : wanted;
+    splits = most < wanted ? most : wanted;
     aligned = divide_up(load.longest, splits);
     if (splits > 1 &&
         16 * (load.longest - aligned) <= costs.sharing + splits * load.rows * costs.row / 2) {
@@ -141,10 +159,10 @@ __host__ __device__ inline Shares share_out(const Load& load, int ctas, const Di
     aligned = by_ctas.divide(work_tiles + ctas - 1) * load.longest;
     room = load.longest;
   }
-  // Bandwidth is shared: when CTAs with less work have ended, the others run faster, up to about
-  // four times. And without gaps, work tiles are shared by more CTAs.
-  const bool even = aligned <= equal + equal / 4 || 2 * aligned <= 5 * fair;
-  return even ? Shares{aligned, room} : Shares{equal, 0};
+  // Where work tiles are split anyway, fewer are shared in addition.
+  const int sharing = (costs.sharing + load.rows * costs.row / 2) / (splits > 1 ? 2 : 1);
+  return prefers_whole(load, aligned - equal, equal, sharing) ? Shares{aligned, room}
+                                                              : Shares{equal, 0};
 }
 
 // The tokens of a sequence that any of its queries attends to, and the tiles that hold them.

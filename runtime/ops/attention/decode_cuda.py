@@ -38,12 +38,13 @@ _VECTOR_BYTES = 16
 # Loads, by segments, as many as sequences times KV heads, and by the most tokens that these have.
 # Few leave most SMs without work unless CTAs share them; where they are split, each split gets one
 # of the 62 clusters of four that an H200 runs. Many are half as many as its CTAs, or more: CTAs of
-# their own end a segment sooner, clusters read long ones faster.
+# their own end a segment sooner. Clusters read long ones faster, as long as there are fewer of them
+# than CTAs.
 _FEW_SEGMENTS, _FEW_TOKENS = 16, 16384
 # Fixed splits take a power of two, so that a batch and the bucket it is padded to have one kernel.
 _FEW_SPLIT_SEGMENTS, _FEW_SPLITS = 32, 56
 _SOME_SEGMENTS = 128
-_LONG_TOKENS = 2048
+_SOME_LONG_SEGMENTS, _LONG_TOKENS = 256, 2048
 
 # What no kernel exceeds that does not split sequences, and how much more than one kernel's need
 # another's of the same splits may be (5120 bytes for 4352), for which a smaller batch may ask.
@@ -308,7 +309,8 @@ def _load_of(segments: int, tokens: int, *, batch_invariant: bool) -> DecodeLoad
     else:
         few = segments <= _FEW_SEGMENTS and segments * tokens <= _FEW_TOKENS
     if segments > _SOME_SEGMENTS:
-        return "many_long" if tokens > _LONG_TOKENS else "many"
+        long = tokens > _LONG_TOKENS and segments <= _SOME_LONG_SEGMENTS
+        return "some_long" if long else "many"
     return "few" if few else "some"
 
 

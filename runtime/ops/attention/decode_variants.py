@@ -102,8 +102,8 @@ class AttentionDecode(Variant):
 
 
 # How much there is to do for a launch of decode attention, as far as the host knows: segments, and
-# whether many of them may be long.
-DecodeLoad = Literal["few", "some", "many", "many_long"]
+# whether more of them than some may be long.
+DecodeLoad = Literal["few", "some", "some_long", "many"]
 
 
 def decode_cluster(
@@ -129,7 +129,7 @@ def decode_cluster(
         return 2 if least_work and load in ("few", "some") else alone
     if load == "many":
         return alone
-    if load == "many_long":
+    if load == "some_long":
         return 2 if least_work and head_dim > 64 else alone
     return 8 if load == "few" else 2
 

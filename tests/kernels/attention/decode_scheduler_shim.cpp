@@ -57,7 +57,7 @@ extern "C" int schedule(const int* tiles, int batch, int heads_kv, int rows, int
                         int capacity) {
   const Lines lines(grid, batch, heads_kv);
   Table table{{}, std::vector<int>(tiles, tiles + batch)};
-  Load load{lines.heads, rows, 0, 0, 0};
+  Load load{lines.heads, rows, 256, 0, 0, 0};
   for (const int n : table.lengths) {
     load.live += n > 0;
     load.tiles += n;

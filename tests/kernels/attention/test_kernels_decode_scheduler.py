@@ -194,11 +194,33 @@ def test_fixed_splits_depend_on_their_sequence_alone(
     "tiles", [[512] + [4] * 31, [32] * 32, [8] * 32, [128], [512] * 8, [8] * 256], ids=str
 )
 def test_no_cta_has_much_more_than_its_share(schedule: Schedule, tiles: list[int]) -> None:
-    of_cta: dict[int, int] = defaultdict(int)
-    for part in schedule(tiles, heads_kv=8):
-        of_cta[part.cta] += part.end - part.begin
     fair = sum(tiles) * 8 / 264
-    assert max(of_cta.values()) <= max(2.5 * fair, 8)
+    assert _busiest(schedule(tiles, heads_kv=8)) <= max(2.5 * fair, 8)
+
+
+@settings(max_examples=200)
+@given(
+    batch=st.integers(9, 300),
+    tiles=st.integers(16, 300),
+    heads_kv=st.sampled_from([1, 4, 8]),
+    grid=st.sampled_from([132, 264]),
+)
+def test_equal_lengths_keep_all_ctas_busy_in_any_batch(
+    schedule: Schedule, batch: int, tiles: int, heads_kv: int, grid: int
+) -> None:
+    """At 36 sequences of 8 heads half of 264 CTAs would have two work tiles, half of them one."""
+    splits = schedule([tiles] * batch, heads_kv, grid=grid)
+    fair = tiles * batch * heads_kv / grid
+    if batch * heads_kv >= grid // 2:
+        # What sharing a work tile costs, and CTAs that are on no line.
+        assert _busiest(splits) <= max(fair + 4, 1.13 * fair)
+
+
+def _busiest(splits: list[Split]) -> int:
+    of_cta: dict[int, int] = defaultdict(int)
+    for part in splits:
+        of_cta[part.cta] += part.end - part.begin
+    return max(of_cta.values())
 
 
 @pytest.mark.parametrize(
