@@ -56,7 +56,7 @@ from ostinato.ops.linear.quantize_cuda import input_kernel
 
 SHAPE = "llama-3.1-8b"
 TINY = Path(__file__).parents[3] / "examples/tiny-llama"
-PROMPT, COUNTS = 128, (32, 160)  # new tokens of two texts, whose times are subtracted
+PROMPT, COUNTS = 128, (32, 160)  # steps are timed between so many new tokens
 LONG_BATCH, LONG_LAYERS, LONG_COUNTS = 128, 16, (8, 72)
 LONG_PROMPTS = {4096: 4056, 56: 16}  # by the mean context of the steps
 TEXTS, TOKENS, APART = 32, 48, 5  # texts, their new tokens, and how many at a time

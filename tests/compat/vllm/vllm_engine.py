@@ -15,13 +15,16 @@ import sys
 import time
 import traceback
 import zlib
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from vllm import LLM, SamplingParams, __version__
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.sampling_params import RequestOutputKind
 from vllm_weights import fill_randomly
 
 SEEDED = "seeded"  # the load format of random weights that do not depend on the plug-in
@@ -89,35 +92,46 @@ class Served:
     def step(
         self, batch: int, prompt: int, counts: tuple[int, int], vocab: int, *, same: bool
     ) -> dict[str, Any]:
-        """Time texts of two lengths, and return the seconds of both and replays a step.
+        """Time decode steps of a batch, and return the seconds of all of them and replays of one.
 
         Args:
             batch: of random prompts.
             prompt: tokens of each.
-            counts: of new tokens.
+            counts: timed from when all texts have so many new tokens, until they have so many.
             vocab: from which tokens are drawn.
             same: whether all calls have the same prompts, which vLLM then has in its cache.
         """
-        seconds, replays = [], []
+        first, last = counts
+        at: dict[int, tuple[float, int]] = {}
+        for tokens in self._decode(batch, prompt, last, vocab, same=same):
+            at.setdefault(tokens, (time.perf_counter(), self.replays))
+        (begin, before), (end, after) = at[first], at[last]
+        return {"seconds": end - begin, "replays": (after - before) / (last - first)}
+
+    def _decode(
+        self, batch: int, prompt: int, count: int, vocab: int, *, same: bool
+    ) -> Iterator[int]:
+        """Continue random prompts, and yield how many new tokens all have, after each step."""
         draw = random.Random(batch if same else time.perf_counter_ns())
-        prompts = [
-            {"prompt_token_ids": [draw.randrange(vocab) for _ in range(prompt)]}
-            for _ in range(batch)
-        ]
-        for count in counts:
-            params = SamplingParams(
-                temperature=0, max_tokens=count, ignore_eos=True, detokenize=False
-            )
-            torch.cuda.synchronize()
-            before, start = self.replays, time.perf_counter()
-            done = self.llm.generate(prompts, params, use_tqdm=False)
-            seconds.append(time.perf_counter() - start)
-            replays.append(self.replays - before)
-            lens = {len(output.outputs[0].token_ids) for output in done}
-            if lens != {count}:
-                raise RuntimeError(f"got texts of {lens} tokens, expected {count}")
-        steps = counts[1] - counts[0]
-        return {"seconds": seconds, "replays": (replays[1] - replays[0]) / steps}
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        engine = self.llm.llm_engine
+        for i in range(batch):
+            ids = [draw.randrange(vocab) for _ in range(prompt)]
+            engine.add_request(f"{time.perf_counter_ns()}-{i}", {"prompt_token_ids": ids}, params)
+        new: dict[str, int] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                have = new.get(output.request_id, 0)
+                new[output.request_id] = have + len(output.outputs[0].token_ids)
+            yield min(new.values()) if len(new) == batch else 0
+        if set(new.values()) != {count}:
+            raise RuntimeError(f"got texts of {set(new.values())} tokens, expected {count}")
 
     def texts(
         self, prompts: list[list[int]], count: int, groups: int, forced: list[list[int]] | None
@@ -166,17 +180,24 @@ class Served:
 
         A kernel that is launched before its predecessor has ended counts what it waits, too.
         """
-        from torch.profiler import ProfilerActivity, profile
-
+        first, last = 8, 24
+        profiled = profile(activities=[ProfilerActivity.CUDA])
+        before = after = 0
+        for tokens in self._decode(batch, prompt, last + 8, vocab, same=True):
+            if tokens >= first and not before:
+                torch.cuda.synchronize()
+                before = self.replays
+                profiled.start()
+            if tokens >= last and not after:
+                torch.cuda.synchronize()
+                after = self.replays
+                profiled.stop()
         found: dict[str, list[float]] = {}
-        for count, sign in ((8, -1), (24, 1)):  # what prompts launch cancels out
-            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-                self.step(batch, prompt, (count, count + 1), vocab, same=True)
-            for event in profiled.events():
-                if str(event.device_type).endswith("CUDA"):
-                    entry = found.setdefault(event.name, [0.0, 0.0])
-                    entry[0] += sign / 32  # two texts of 16 tokens more
-                    entry[1] += sign * event.device_time / 32
+        for event in profiled.events():
+            if str(event.device_type).endswith("CUDA"):
+                entry = found.setdefault(event.name, [0.0, 0.0])
+                entry[0] += 1 / (after - before)
+                entry[1] += event.device_time / (after - before)
         longest = sorted(found.items(), key=lambda item: -item[1][1])[:16]
         return [
             {"name": name[:100], "launches": round(n, 1), "us": round(us, 1)}
