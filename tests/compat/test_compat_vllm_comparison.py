@@ -14,12 +14,13 @@ def text(logprobs: list[float], best: list[bool]) -> dict[str, Any]:
     return {"tokens": list(range(len(logprobs))), "logprobs": logprobs, "best": best}
 
 
-def texts_row(rms: float, **fields: str) -> dict[str, Any]:
-    return {"section": "texts", "case": "a", "logprob_rms": rms, **fields}
+def texts_row(rms: float, **fields: Any) -> dict[str, Any]:
+    row = {"section": "texts", "case": "a", "logprob_rms": rms, "logprob_rms_error": 0.001}
+    return {**row, **fields}
 
 
-def test_a_step_is_the_difference_of_two_texts() -> None:
-    answers = [{"seconds": (0.1, 0.1 + 0.01 * x)} for x in (5, 1, 2)]
+def test_a_step_is_the_median_of_all_answers() -> None:
+    answers = [{"seconds": 0.01 * x} for x in (5, 1, 2)]
     assert milliseconds(answers, 10) == pytest.approx(2.0)
 
 
@@ -34,6 +35,13 @@ def test_texts_are_compared_token_by_token() -> None:
     assert (found["tokens"], found["same"]) == (4, 3)
     assert found["logprob_rms"] == pytest.approx(0.141421)
     assert found["logprob_max"] == pytest.approx(0.2)
+    # Both texts have a mean square of .02, so that another text is likely to have it, too.
+    assert found["logprob_rms_error"] == pytest.approx(0.0)
+    others[1] = theirs[1]
+    found = agreement(theirs, others)
+    # Mean squares of .02 and 0: .01 +- .01, whose root is .1 +- .05.
+    assert found["logprob_rms"] == pytest.approx(0.1)
+    assert found["logprob_rms_error"] == pytest.approx(0.05)
 
 
 def test_texts_of_other_tokens_are_refused() -> None:
@@ -60,6 +68,9 @@ def test_attention_has_a_limit() -> None:
 def test_texts_may_differ_as_vllms_own() -> None:
     own = [texts_row(0.01), texts_row(0.02, differs="eager")]
     assert missed([*own, texts_row(0.02, parts=ALL)], ALL) == []
-    (found,) = missed([*own, texts_row(0.03, parts=ALL)], ALL)
-    assert "got an error of 0.03 in log probabilities, expected <= 0.02" in found
+    assert missed([*own, texts_row(0.0228, parts=ALL)], ALL) == []
+    (found,) = missed([*own, texts_row(0.0229, parts=ALL)], ALL)
+    assert "got an error of 0.0229 in log probabilities, expected <= 0.02 +- 0.002828" in found
+    uncertain = texts_row(0.0229, parts=ALL, logprob_rms_error=0.002)
+    assert missed([*own, uncertain], ALL) == []
     assert missed([{**texts_row(0.03, parts=ALL), "case": "b"}, *own], ALL) == []

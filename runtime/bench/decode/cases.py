@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 DEFAULT_HEADS = ("32/8", "64/8", "8/1", "32/32")
-DEFAULT_BATCH = (1, 8, 32, 128, 256)
+DEFAULT_BATCH = (1, 8, 32, 40, 128, 256)
 DEFAULT_KV = (512, 2048, 8192, 32768)
 DEFAULT_PAGES = (16, 64)
 DIM = 128
