@@ -29,9 +29,12 @@ test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(COVERAGE)
 
 # Those of these tests of which `test` tries a sample (tests/effort.py), with all of their cases.
-# One process more than cores: some of them wait for timeouts.
+# One process more than cores: some of them wait for timeouts. PART=1/4 is the first quarter.
+PART ?=
+
 test-long: $(VENV)/.test
-	OSTINATO_TEST_EFFORT=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	OSTINATO_TEST_EFFORT=long OSTINATO_TEST_PART=$(PART) OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	    -n 3 --dist worksteal
 
 # Properties alone, each with new random examples.
 EXAMPLES ?= 1000

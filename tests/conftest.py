@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from effort import EXAMPLES, LONG, effort, sampled_names
+from effort import EXAMPLES, LONG, effort, is_of_part, sampled_names
 from ostinato.jit.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
@@ -47,7 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         compiles = item.get_closest_marker("nvcc") is not None
         if compiles and not HAS_NVCC:
             return False
-        return _is_property(item) if EXAMPLES else not LONG or _is_sampled(item)
+        if EXAMPLES:
+            return _is_property(item)
+        return not LONG or (_is_sampled(item) and is_of_part(item.nodeid))
 
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []

@@ -2,7 +2,8 @@
 
 `make test` has to answer within minutes on two cores, so it samples: hypothesis tries fewer
 examples, and what uses the functions of this module fewer cases. `make test-long`, where
-OSTINATO_TEST_EFFORT is `long`, repeats these tests alone, with all of their cases.
+OSTINATO_TEST_EFFORT is `long`, repeats these tests alone, with all of their cases. CI tries a
+quarter of these with each commit (`make test-long PART=2/4`, OSTINATO_TEST_PART).
 
 Both try the same examples each time: what passes here passes elsewhere. `make test-search`, where
 OSTINATO_TEST_EXAMPLES is a number, runs the properties alone, with as many new random examples.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import os
+import zlib
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,7 @@ T = TypeVar("T")
 
 LONG = os.environ.get("OSTINATO_TEST_EFFORT", "") == "long"
 EXAMPLES = int(os.environ.get("OSTINATO_TEST_EXAMPLES", "0"))
+PART, PARTS = (int(n) for n in (os.environ.get("OSTINATO_TEST_PART") or "1/1").split("/"))
 # For a test that takes long, and whose like is tried in any case.
 long_only = pytest.mark.skipif(not LONG, reason="`make test-long` has it")
 
@@ -47,6 +50,11 @@ def on_devices(short: Iterable[tuple[Any, ...]], long: Iterable[tuple[Any, ...]]
         *(pytest.param("cpu", *case) for case in effort(list(short), every)),
         *(pytest.param("cuda", *case, marks=pytest.mark.gpu) for case in every),
     ]
+
+
+def is_of_part(name: str) -> bool:
+    """Return whether the part of the tests that this run tries has a test of this name."""
+    return zlib.crc32(name.encode()) % PARTS == PART - 1
 
 
 @cache
