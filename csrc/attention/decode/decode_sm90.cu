@@ -250,7 +250,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       }
       const TileRange range(visible, first_tile, last_tile, team_of(warp_index()));
       if constexpr (decltype(throttled)::value) {
-        // Tiles in which this warp has no token count, too: without them it would not be behind.
+        // Tiles in which this warp has no token count, too, or a warp with a token in each of them
+        // would seem to be ahead.
         for (int tile = last_tile - first_tile; tile > range.end - range.begin; --tile) {
           throttle.pass();
         }

@@ -114,20 +114,21 @@ __host__ __device__ __forceinline__ int least_quota(int tiles, int rows, const C
   return quota;
 }
 
-// Whether CTAs should have whole work tiles, or whole equal parts of one, although the busiest then
-// has `more` tiles than the `equal` ones of each CTA on a line without gaps. There CTAs share work
-// tiles, which costs about `sharing`, in the units of Costs.
+// Whether each CTA should get whole work tiles (or whole equal parts of one), not an equal share of
+// a line without gaps. The busiest CTA then has `more` tiles than `equal`, the share of each CTA on
+// such a line, where sharing a work tile costs `sharing`, in the units of Costs.
 __host__ __device__ __forceinline__ bool prefers_whole(const Load& load, int more, int equal,
                                                        int sharing) {
-  if (load.dynamic) {  // who ends early leaves the others bandwidth, and makes no request
+  if (load.dynamic) {  // the dynamic scheduler gives the busiest less
     constexpr int kFew = 8;
-    return more <= kFew || 5 * more <= equal;
+    return more <= kFew || more <= equal / 5;
   }
-  // Two CTAs of an SM take twice the time of one for a tile. Sharing is as dear as 2.5 times as
-  // many tiles of half the bytes.
-  constexpr int kRowBytes = 256;  // where Costs were measured
-  const int halves = load.row_bytes < kRowBytes ? 5 * kRowBytes / (2 * load.row_bytes) : 2;
-  return 2 * 16 * more <= sharing * halves / 2 || 16 * more <= equal;
+  // A tile of fewer bytes takes less time, so sharing costs more of them: of half, 2.5 times.
+  constexpr int kMeasuredBytes = 256;
+  const bool fewer = load.row_bytes < kMeasuredBytes;
+  const int cost = fewer ? sharing * 5 * kMeasuredBytes / (4 * load.row_bytes) : sharing;
+  // Two CTAs of an SM take twice as long for a tile as one alone: 32 sixteenths.
+  return 32 * more <= cost || more <= equal / 16;
 }
 
 __host__ __device__ inline Shares share_out(const Load& load, int ctas, const Divisor& by_ctas) {
@@ -159,7 +160,7 @@ __host__ __device__ inline Shares share_out(const Load& load, int ctas, const Di
     aligned = by_ctas.divide(work_tiles + ctas - 1) * load.longest;
     room = load.longest;
   }
-  // Where work tiles are split anyway, fewer are shared in addition.
+  // Parts of work tiles are added up in any case: sharing costs less beside that.
   const int sharing = (costs.sharing + load.rows * costs.row / 2) / (splits > 1 ? 2 : 1);
   return prefers_whole(load, aligned - equal, equal, sharing) ? Shares{aligned, room}
                                                               : Shares{equal, 0};

@@ -1,5 +1,5 @@
 // The throttle: delays the copies of warps that are ahead of the mean, in launches where each CTA
-// has equally many tiles, and many of them, in few or in long splits.
+// has equally many tiles, and many of them, in few splits or in long ones.
 //
 // SMs read memory at speeds that differ by a fifth, by their position on the chip and the load of
 // their neighbours, so with equal shares the slowest SMs finish alone. Memory bandwidth is shared
@@ -20,8 +20,8 @@ class ThrottleOf {
   __device__ ThrottleOf(const Arguments& params, const Seqlens& seqlens, const Shares& shares)
       : counter_(params.scheduler_counters) {
     const int share = shares.quota, line_length = seqlens.start(params.batch);  // of one KV head
-    const bool few_splits = share <= kFewSplits * shares.room || shares.room >= kLongSplit;
-    if (share < kLeastTiles || !few_splits || !are_filled(params, seqlens, line_length)) {
+    const bool few_or_long = share <= kFewSplits * shares.room || shares.room >= kLongSplit;
+    if (share < kLeastTiles || !few_or_long || !are_filled(params, seqlens, line_length)) {
       return;
     }
     const int grid = gridDim.x;
@@ -70,8 +70,8 @@ class ThrottleOf {
  private:
   // minimum tiles per CTA: shorter launches end before the throttle acts
   static constexpr int kLeastTiles = 48;
-  // At the end of a split warps wait for each other, and a delay of one delays all: with more
-  // splits than few, each shorter than long (in tiles), the throttle costs more than it gains.
+  // At the end of a split warps wait for each other, so that delaying one delays all. With more
+  // splits than these, each of fewer tiles than these, the throttle costs more than it gains.
   static constexpr int kFewSplits = 2, kLongSplit = 64;
   static constexpr int kEvery = 8;    // tiles between two counts
   static constexpr int kAwaited = 2;  // tiles after which the result of the atomic has arrived
