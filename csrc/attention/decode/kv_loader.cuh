@@ -212,13 +212,6 @@ class KvLoader {
     --current_.left;
   }
 
-  // How many of a split's last `tiles` the next batch has. A last batch of one or two tiles would
-  // ask for the page ids of the next split just before they are needed.
-  static __device__ __forceinline__ int batch_of(int tiles) {
-    const bool two = kCopyPages && tiles > kBatch && tiles < 2 * kBatch;
-    return two ? (tiles + 1) / 2 : min(tiles, kBatch);
-  }
-
   template <class What>
   __device__ __forceinline__ uint8_t* block_of(int stage) const {
     return ring_of<What>(shared_).blocks[stage][warp_];
@@ -262,7 +255,7 @@ class KvLoader {
       ahead = split_;
     }
     next_.head = split_.head;
-    next_.left = batch_of(end_ - tile_);
+    next_.left = min(end_ - tile_, kBatch);
     next_.index = 0;
     const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens + block_offset(warp_);
     const int token = block + lane_ % kLanesPerBlock;
