@@ -217,7 +217,7 @@ class Run:
 
     def long(self) -> None:
         """Time attention to long contexts, by the steps of fewer layers."""
-        length = max(LONG_PROMPTS.values()) + LONG_COUNTS[1] + 16
+        length = max(LONG_PROMPTS.values()) + LONG_COUNTS[1] + 96  # vllm_engine: _MARGIN
         arguments = self.large(
             LONG_LAYERS,
             max_model_len=-(-length // 256) * 256,
