@@ -101,8 +101,8 @@ class AttentionDecode(Variant):
         }
 
 
-# How much there is to do for a launch of decode attention, as far as the host knows: segments, and
-# whether more of them than some may be long.
+# How much there is to do for a launch of decode attention, as far as the host knows: how many
+# segments it has, and whether those between "some" and "many" may be long.
 DecodeLoad = Literal["few", "some", "some_long", "many"]
 
 

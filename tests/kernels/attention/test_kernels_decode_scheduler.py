@@ -208,7 +208,7 @@ def test_no_cta_has_much_more_than_its_share(schedule: Schedule, tiles: list[int
 def test_equal_lengths_keep_all_ctas_busy_in_any_batch(
     schedule: Schedule, batch: int, tiles: int, heads_kv: int, grid: int
 ) -> None:
-    """At 36 sequences of 8 heads half of 264 CTAs would have two work tiles, half of them one."""
+    """At 36 sequences of 8 heads half of 264 CTAs could have two work tiles, others none."""
     splits = schedule([tiles] * batch, heads_kv, grid=grid)
     fair = tiles * batch * heads_kv / grid
     if batch * heads_kv >= grid // 2:
