@@ -7,6 +7,7 @@ import torch
 from hypothesis import settings
 
 from effort import EXAMPLES, LONG, effort, is_of_part, sampled_names
+from ostinato.jit.targets import capability_of
 from ostinato.jit.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
@@ -57,6 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if is_run(item) else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(kept, key=_is_short)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("hopper") is not None and capability_of(0) != (9, 0):
+        pytest.skip("the GPU has no kernels of Hopper's")
 
 
 def pytest_collection_finish() -> None:

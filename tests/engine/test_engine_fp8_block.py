@@ -40,6 +40,7 @@ def engine_of(device: torch.device) -> Engine:
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.nvcc
 def test_our_kernels_alone_multiply_in_every_graph() -> None:
     engine = engine_of(torch.device("cuda"))

@@ -212,6 +212,7 @@ def test_prefixes_shared_by_the_tile_change_no_bit(cache: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.nvcc
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_our_prefill_kernel_changes_no_token(

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 _PRODUCTS = re.compile(r"gemm|gemv|nvjet|cutlass|xmma|splitk|dot_kernel", re.IGNORECASE)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_no_graph_of_a_16_bit_model_has_a_product_of_torch(dtype: torch.dtype) -> None:
     model = tiny_llama("cuda", dtype=dtype, head_dim=16)
