@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,27 @@ def test_a_plain_model_needs_no_checkpoint(tmp_path: Path) -> None:
     model = random_model(MODELS["llama"])
     model.name_or_path = str(tmp_path)
     assert accelerate(model).attention == "ostinato"
+
+
+def test_managers_wait_for_their_buffers_and_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Manager:
+        def _create_batch_processor(self) -> list[str]:
+            done.append("filled")
+            return done
+
+    class Stream:
+        def synchronize(self) -> None:
+            done.append("waited")
+
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
+    manager = Manager()
+    module_of_batching._order_streams(manager, torch.device("cuda"))
+    assert manager._create_batch_processor() is done
+    assert done == ["filled", "waited"]
+    alive = weakref.ref(manager)
+    del manager
+    assert alive() is None
 
 
 def test_copies_batch_for_themselves(tmp_path: Path) -> None:

@@ -123,3 +123,15 @@ def test_batches_are_those_of_single_sequences(tmp_path: Path) -> None:
         assert len(output.generated_tokens) == NEW
         check_likely(ours, prompt, output.generated_tokens)
     assert ours.config._attn_implementation == "ostinato"
+
+
+def test_batches_begin_when_their_buffers_are_filled(tmp_path: Path) -> None:
+    """transformers copies into buffers on another stream than it fills them on."""
+    ours, _ = accelerated(tmp_path, "int8")
+    manager = ours.init_continuous_batching(
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
+    )
+    for _ in range(2):  # the second is a reset
+        torch.cuda._sleep(1_000_000_000)
+        manager.batch_processor = manager._create_batch_processor()
+        assert torch.cuda.current_stream().query()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -76,7 +77,29 @@ class _Manager:
             raise
         if ours:
             manager._original_attn_impl = NAME  # what it sets when it stops
+            if model.device.type == "cuda":
+                _order_streams(manager, model.device)
         return manager
+
+
+def _order_streams(manager: Any, device: torch.device) -> None:
+    """Have a manager's buffers filled before it copies into them.
+
+    transformers fills them on the current stream and copies token ids on a stream of its own,
+    without an event between the two. Where other processes use the GPU, kernels wait for their
+    turn and copies do not: the filling came last, and models looked up ids of uninitialised memory.
+    """
+    create = getattr(type(manager), "_create_batch_processor", None)
+    if create is None:  # private to transformers
+        return
+    owner = weakref.ref(manager)  # whose caches are to be freed with it
+
+    def create_filled() -> Any:
+        processor = create(owner())
+        torch.cuda.current_stream(device).synchronize()
+        return processor
+
+    manager._create_batch_processor = create_filled
 
 
 def _flash_functions(implementation: str | None, *arguments: Any, **options: Any) -> Any:
