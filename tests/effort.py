@@ -40,15 +40,23 @@ def sampled(cases: list[T], step: int) -> list[T]:
     return effort(cases[::step], cases)
 
 
-def on_devices(short: Iterable[tuple[Any, ...]], long: Iterable[tuple[Any, ...]]) -> list[Any]:
+def on_devices(
+    short: Iterable[tuple[Any, ...]],
+    long: Iterable[tuple[Any, ...]],
+    gpu: Iterable[tuple[Any, ...]] | None = None,
+) -> list[Any]:
     """Return cases behind a `device`, for `parametrize(..., indirect=["device"])`.
 
-    The CPU gets what this run tries, and a GPU all of them at any effort: it is fast.
+    The CPU gets what this run tries. A GPU gets all of them at any effort, or, where a case takes
+    it long, those of `gpu`.
     """
     every = list(long)
     return [
         *(pytest.param("cpu", *case) for case in effort(list(short), every)),
-        *(pytest.param("cuda", *case, marks=pytest.mark.gpu) for case in every),
+        *(
+            pytest.param("cuda", *case, marks=pytest.mark.gpu)
+            for case in effort(every if gpu is None else list(gpu), every)
+        ),
     ]
 
 

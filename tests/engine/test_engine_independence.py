@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -172,6 +173,7 @@ SAMPLINGS: list[tuple[str, dict[str, Any]]] = [
     on_devices(
         [*(("model", *sampling) for sampling in SAMPLINGS[2:]), ("int8", *SAMPLINGS[-1])],
         ((cache, *sampling) for cache in KV_CACHES for sampling in SAMPLINGS),
+        gpu=((cache, *sampling) for cache, sampling in zip(cycle(KV_CACHES), SAMPLINGS)),
     ),
     indirect=["device"],
     ids=str,

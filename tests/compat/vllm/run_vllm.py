@@ -57,8 +57,8 @@ from ostinato.ops.linear.quantize_cuda import input_kernel
 SHAPE = "llama-3.1-8b"
 TINY = Path(__file__).parents[3] / "examples/tiny-llama"
 PROMPT, COUNTS = 128, (32, 160)  # steps are timed between so many new tokens
-LONG_BATCH, LONG_LAYERS, LONG_COUNTS = 128, 16, (8, 72)
-LONG_PROMPTS = {4096: 4056, 56: 16}  # by the mean context of the steps
+LONG_BATCH, LONG_LAYERS, LONG_PROMPT, LONG_COUNTS = 128, 16, 4056, (8, 72)
+LONG_CONTEXT = LONG_PROMPT + sum(LONG_COUNTS) // 2  # mean of the steps
 TEXTS, TOKENS, APART = 32, 48, 5  # texts, their new tokens, and how many at a time
 GIB = 2**30
 
@@ -217,7 +217,7 @@ class Run:
 
     def long(self) -> None:
         """Time attention to long contexts, by the steps of fewer layers."""
-        length = max(LONG_PROMPTS.values()) + LONG_COUNTS[1] + 96  # vllm_engine: _MARGIN
+        length = LONG_PROMPT + LONG_COUNTS[1] + 96  # vllm_engine: _MARGIN
         arguments = self.large(
             LONG_LAYERS,
             max_model_len=-(-length // 256) * 256,
@@ -228,25 +228,21 @@ class Run:
         )
         variants = [PLAIN, ATTENTION_ALONE]
         with self.engines("long", variants, arguments) as engines:
-            times = {}
-            for context, prompt in LONG_PROMPTS.items():
-                given = {"batch": LONG_BATCH, "prompt": prompt, "vocab": self.vocab, "same": True}
-                case = f"{SHAPE} {LONG_LAYERS} layers b{LONG_BATCH} ctx{context}"
-                section = {"section": "step", "case": case}
-                times[context] = self._times(engines, variants, given, LONG_COUNTS, section)
-            longest = max(times)
-            profiles = self.kernels(engines, variants, LONG_BATCH, LONG_PROMPTS[longest])
+            given = {"batch": LONG_BATCH, "prompt": LONG_PROMPT, "vocab": self.vocab, "same": True}
+            case = f"{SHAPE} {LONG_LAYERS} layers b{LONG_BATCH} ctx{LONG_CONTEXT}"
+            section = {"section": "step", "case": case}
+            step = self._times(engines, variants, given, LONG_COUNTS, section)
+            profiles = self.kernels(engines, variants, LONG_BATCH, LONG_PROMPT)
             theirs = sum(
                 kernel["us"]
                 for kernel in profiles[PLAIN]
                 if any(name in kernel["name"] for name in _THEIR_ATTENTION)
             )
-            step = times[longest]
             if not theirs:
                 self.failed.append("the profile of vLLM alone has no attention")
             elif PLAIN in step and ATTENTION_ALONE in step:
                 ours = theirs + step[ATTENTION_ALONE] - step[PLAIN]
-                case = f"{SHAPE} b{LONG_BATCH} ctx{longest}"
+                case = f"{SHAPE} b{LONG_BATCH} ctx{LONG_CONTEXT}"
                 row: dict[str, Any] = {"section": "attention", "case": case, "dtype": "bf16"}
                 self.add({**row, "impl": self.peer, "us": round(theirs / LONG_LAYERS, 1)})
                 row |= {"impl": "ostinato_p16", "us": round(ours / LONG_LAYERS, 1)}
