@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm_engine import Served
 
 
 class Engine:
@@ -63,8 +64,6 @@ class Engine:
 
 
 def served(prompts_of: int) -> Any:
-    from vllm_engine import Served
-
     made = Served.__new__(Served)
     made.replays = 0
 

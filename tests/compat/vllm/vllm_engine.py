@@ -116,8 +116,8 @@ class Served:
     ) -> Iterator[int]:
         """Continue random prompts, and yield how many new tokens all have, after each step.
 
-        Texts are returned when they end: an object for each token of a large batch takes the host
-        longer than a step takes the GPU.
+        vLLM returns texts when they end: objects for each token of 128 texts take the host a
+        millisecond a step, in which the GPU may wait.
 
         Raises:
             RuntimeError: when a text has ended before all have `count` new tokens.

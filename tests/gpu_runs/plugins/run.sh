@@ -19,8 +19,8 @@
 # V    vLLM's unpacked site, of whose folders vllm_0.33.0, deps and stubs are on PYTHONPATH, before
 #      what is there already: CUTLASS's headers, without which nothing can be compiled. Its
 #      processes must see transformers below 5.21, and the compressed-tensors 0.17 in deps.
-# HF   for the parts transformers and pages: a folder of transformers 5.23, compressed-tensors and
-#      pytest; serve takes uvicorn and httptools from it, where it has them.
+# HF   for the parts transformers and pages: a folder of transformers 5.23, compressed-tensors,
+#      loguru and pytest; serve takes uvicorn and httptools from it, where it has them.
 # OUT  for the results: vllm_plugin_PART.json and a log for each of vLLM's parts, which merge.py
 #      joins, transformers.json, serve_log.txt.
 # The package is installed (vLLM must find its entry point); OSTINATO_CACHE is the folder of

@@ -3,14 +3,17 @@
 #
 #   OUT=FOLDER bash tests/gpu_runs/suite/run.sh [PART ...]
 #
-# Started in the repository's root, where `import ostinato` must work. OSTINATO_CACHE holds the
-# kernels (`make gpu-kernels` compiles all that tests launch); nvcc makes those that are missing.
+# Started in the repository's root, where `import ostinato` must work; tests/compat wants
+# transformers 5.23, compressed-tensors and loguru, too. OSTINATO_CACHE holds the kernels (`make
+# gpu-kernels` compiles all that tests launch); nvcc makes those that are missing.
 #
-# part     what                                                        processes on a GPU
-# kernels  tests/kernels, injected delays included                     14
-# ops      tests/ops                                                   14
-# rest     all others but those of the next line                       10
-# slow     tests that trace or wait: engines side by side, interrupts  4
+# part     what                                                        processes   seconds, one H200
+# kernels  tests/kernels, injected delays included                     14          43
+# ops      tests/ops                                                   14          198
+# rest     all others but those of the next line                       10          > 540, with slow
+# slow     tests that trace or wait: engines side by side, interrupts  4           > 540, with rest
+#
+# Processes that share a GPU have it in turns: tests of whole engines took up to 100 s each.
 #
 # The parts run in the order that is given (default: rest slow ops kernels, so that a run that is cut
 # off has begun with what nothing else tests), two at once where there are two GPUs: kernels and
