@@ -201,6 +201,10 @@ def test_sinks_are_one_more_logit() -> None:
         ),
         ({"server_args": SimpleNamespace(dcp_size=2)}, "dcp-size: got 2, expected 1 with backend"),
         (
+            {"server_args": SimpleNamespace(enable_pdmux=True)},
+            "enable-pdmux: got True, expected False with backend",
+        ),
+        (
             {"server_args": SimpleNamespace(enable_prefill_cp=True)},
             "enable-prefill-cp: got True, expected False",
         ),

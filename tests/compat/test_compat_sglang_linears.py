@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from safetensors.torch import save_file
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.environ import envs
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w8a8_fp8,
@@ -18,6 +22,8 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 from sglang.srt.model_executor.model_runner_components import weight_updater
+from sglang.srt.model_executor.model_runner_components.weight_exporter import WeightExporter
+from sglang.srt.model_loader import loader
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.utils import offloader
 
@@ -183,6 +189,77 @@ def test_other_weights_for_a_running_server_are_refused() -> None:
     assert reason.startswith("Weights can not be exchanged: 8-bit linear layers hold them")
     with pytest.raises(RuntimeError, match="weights: got others for a running server"):
         layer.quant_method.process_weights_after_loading(layer)
+
+
+def model_of(layer: Any) -> torch.nn.Module:
+    return torch.nn.ModuleDict({"mlp": layer, "norm": torch.nn.LayerNorm(8)})
+
+
+def test_weights_that_we_hold_are_not_exported(tmp_path: Path) -> None:
+    """SGLang would save a checkpoint without them."""
+    layer = int8_layer()
+    layer.quant_method.process_weights_after_loading(layer)
+    exporter = WeightExporter(
+        tp_rank=0,
+        tp_size=1,
+        gpu_id=0,
+        get_model_path=lambda: "x",
+        get_model=lambda: model_of(layer),
+    )
+    with pytest.raises(RuntimeError, match="Weights can not be exported: 8-bit linear layers hold"):
+        exporter.save_sharded_model(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_sharded_weights_are_read_into_layers_of_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loader prepares layers before it has read their weights."""
+    monkeypatch.setattr(loader, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    monkeypatch.setattr(loader, "_get_quantization_config", lambda *_: None)
+    monkeypatch.setattr(loader, "post_load_weights", lambda _: None)
+    layer = int8_layer()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(linears, "has_kernel", lambda *_: False)
+        layer.quant_method.process_weights_after_loading(layer)
+    want = {name: x.contiguous() for name, x in model_of(layer).state_dict().items()}
+    save_file(want, tmp_path / "model-rank-0-part-0.safetensors")
+    made = model_of(int8_layer())
+    monkeypatch.setattr(loader, "_initialize_model", lambda *_: made)
+    loaded = loader.ShardedStateLoader(LoadConfig(load_format="sharded_state")).load_model(
+        model_config=SimpleNamespace(model_path=str(tmp_path), revision=None, dtype=BF16),
+        device_config=SimpleNamespace(device="cpu"),
+    )
+    assert not hasattr(made["mlp"], "ostinato_linear")
+    found = loaded.state_dict()
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], x) for name, x in want.items())
+    # Any other loader's layers are ours again.
+    layer = int8_layer()
+    layer.quant_method.process_weights_after_loading(layer)
+    assert hasattr(layer, "ostinato_linear")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "exchanged", "once", "ours"),
+    [
+        ("layers.0.self_attn.q_b_proj", True, False, False),
+        ("layers.0.self_attn.q_proj", True, False, False),
+        ("layers.0.self_attn.o_proj", True, True, True),
+        ("layers.0.self_attn.q_b_proj", False, True, True),
+        ("layers.0.mlp.shared_experts.gate_up_proj", True, True, False),
+        ("layers.0.mlp.shared_experts.gate_up_proj", False, False, True),
+    ],
+)
+def test_weights_that_sglang_reads_itself_are_left(
+    prefix: str, exchanged: bool, once: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = SimpleNamespace(dcp_enabled=exchanged, dcp_replicate_q_proj=True)
+    monkeypatch.setattr(linears, "get_parallel", lambda: parallel)
+    layer = int8_layer()
+    layer.prefix = prefix
+    with envs.SGLANG_OPT_MOE_QUANT_ONCE.override(once):
+        assert linears._is_ours(layer) == ours
 
 
 def test_devices_without_our_kernels_stay_with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:

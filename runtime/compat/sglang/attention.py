@@ -240,7 +240,12 @@ class OstinatoBackend(AttentionBackend):  # type: ignore[misc]
 
 def _check_options(args: Any) -> None:
     """Refuse options of the server that change what a backend has to do."""
-    for name, most in (("dcp_size", 1), ("attn_cp_size", 1), ("enable_prefill_cp", False)):
+    for name, most in (
+        ("dcp_size", 1),
+        ("attn_cp_size", 1),
+        ("enable_prefill_cp", False),
+        ("enable_pdmux", False),
+    ):
         if (got := getattr(args, name, most) or most) != most:
             flag = name.replace("_", "-")
             raise ValueError(f"{flag}: got {got}, expected {most} with backend ostinato")

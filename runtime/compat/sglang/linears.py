@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.offloader import NoopOffloader, get_offloader
 
 from ... import ops
@@ -19,6 +22,7 @@ from ...ops.linear.gemm_variants import GemmTiled
 
 _QUANTIZATION = "sglang.srt.layers.quantization"
 _SCHEMES = f"{_QUANTIZATION}.compressed_tensors.schemes"
+_LOADER = "sglang.srt.model_loader.loader"
 _ATTRIBUTE = "ostinato_linear"  # of a layer of SGLang: its product
 _BLOCK = [128, 128]
 _KEPT = (
@@ -27,6 +31,8 @@ _KEPT = (
 )
 
 Product = W8A8Linear | BlockFP8Linear
+
+_read_later: ContextVar[bool] = ContextVar("_read_later", default=False)
 
 
 def hook_methods(registry: Any, around: Any) -> None:
@@ -54,6 +60,17 @@ def hook_methods(registry: Any, around: Any) -> None:
         prepare = f"{path}.process_weights_after_loading"
         registry.register(prepare, _Prepare(product_of), around)
         registry.register(f"{path}.{apply}", _apply, around)
+    for loader in ("ShardedStateLoader.load_model", "RemoteModelLoader._load_model_from_remote_kv"):
+        registry.register(f"{_LOADER}.{loader}", _leave_to_sglang, around)
+
+
+def _leave_to_sglang(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a loader of what SGLang has saved, which prepares layers before it reads weights."""
+    token = _read_later.set(True)
+    try:
+        return original(*arguments, **options)
+    finally:
+        _read_later.reset(token)
 
 
 class _Prepare:
@@ -78,6 +95,8 @@ class _Prepare:
         setattr(layer, _ATTRIBUTE, product)
         # By this name SGLang refuses requests to exchange weights, before it changes any.
         layer._derived_weight_cache_error = f"Weights can not be exchanged: {_KEPT}"
+        # And by this one to save them, or to send them to another server.
+        layer._weight_export_error = f"Weights can not be exported: {_KEPT}"
         return None
 
 
@@ -106,13 +125,25 @@ def _apply(
 def _is_ours(layer: Any) -> bool:
     """Return whether a layer is one that kernels of ours may serve.
 
-    SGLang reads the weight of `kv_b_proj` itself, to absorb it into attention, and moves weights
-    that it offloads to the host by what it knows of them.
+    SGLang reads some weights itself: that of `kv_b_proj`, to absorb it into attention; those of
+    experts shared by all tokens, to quantise what enters these and the others once; and of queries'
+    projections that ranks of a context exchange. It moves weights that it offloads to the host by
+    what it knows of them.
     """
-    weight = layer.weight
+    weight, prefix = layer.weight, getattr(layer, "prefix", "")
     if not has_kernel(GemmTiled, weight) or not isinstance(get_offloader(), NoopOffloader):
         return False
-    return weight.itemsize == 1 and "kv_b_proj" not in getattr(layer, "prefix", "")
+    if _read_later.get() or weight.itemsize != 1 or "kv_b_proj" in prefix:
+        return False
+    if "shared_experts" in prefix and envs.SGLANG_OPT_MOE_QUANT_ONCE.get():
+        return False
+    return not (prefix.endswith(("q_b_proj", ".q_proj")) and _are_queries_exchanged())
+
+
+def _are_queries_exchanged() -> bool:
+    """Return whether ranks of a context gather projections of queries (--dcp-replicate-q-proj)."""
+    parallel = get_parallel()
+    return bool(parallel.dcp_enabled and parallel.dcp_replicate_q_proj)
 
 
 def _per_channel(method: Any, layer: Any) -> Product | None:

@@ -1,7 +1,8 @@
 """16-bit linear layers by `ops.linear`: the option `--quantization ostinato` of vLLM.
 
 It is no quantisation: vLLM lets other packages replace linear layers by that option alone. Linear
-layers multiply packed 16-bit weights; embeddings, the output projection and experts stay vLLM's.
+layers multiply packed 16-bit weights; embeddings, the output projection, experts and layers of
+another dtype stay vLLM's.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class OstinatoConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
         if not isinstance(layer, LinearBase):
             return None
+        if layer.params_dtype not in self.get_supported_act_dtypes():
+            return UnquantizedLinearMethod()  # such as heads of pooling models, in fp32
         runs, reason = runs_on(GemmTiled, None)
         if not runs:
             raise ValueError(f"quantization: {NAME} {reason}")

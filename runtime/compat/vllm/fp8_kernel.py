@@ -53,9 +53,9 @@ class OstinatoFP8LinearKernel(CutlassFP8ScaledMMLinearKernel):
         if c.activation_quant_key not in _ACTIVATIONS:
             return False, f"has no activations of {c.activation_quant_key}"
         shape = c.weight_quant_key.scale.group_shape
-        if c.weight_quant_key.dtype != _E4M3 or not (
-            shape.is_per_tensor() or shape.is_per_channel()
-        ):
+        # ModelOpt and FBGEMM call a scale for each row of a weight one by token.
+        by_row = shape.is_per_channel() or shape.is_per_token()
+        if c.weight_quant_key.dtype != _E4M3 or not (shape.is_per_tensor() or by_row):
             return False, f"has no weights of {c.weight_quant_key}"
         return True, None
 

@@ -33,7 +33,9 @@ def register() -> None:
 
 
 def _is_for_us(act_fn: Any, x: torch.Tensor, linear: Any) -> bool:
-    return is_held(linear)
+    # Some checkpoints of compressed-tensors rotate a layer's input, and take it in 16 bits.
+    transform = getattr(getattr(linear, "quant_method", None), "input_transform", None)
+    return is_held(linear) and transform is None
 
 
 class _Producer:

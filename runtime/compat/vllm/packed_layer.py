@@ -42,14 +42,22 @@ def weight_of(
         name: of the parameter.
         shape: the weight's, where `hold_weight` may have run in another process, whose parameters
             this one has (`--load-format ipc_cache`).
+
+    Raises:
+        RuntimeError: where it has run in none.
     """
     data: torch.Tensor = getattr(layer, name)
     found: tuple[int, int] | None = getattr(layer, "ostinato_shape", shape)
-    assert found is not None, "no hold_weight() of this layer has run"
+    if found is None:
+        raise RuntimeError(
+            f"{name}: got one that vLLM has not prepared after loading it, as with --load-format "
+            "tensorizer, expected another load format for this plug-in"
+        )
     n, k = found
     if data.dim() == 4:
         return PackedWeight(data, n, k)
-    return data if data.shape == (n, k) else data.t()
+    # FP8 weights are [K, N] to vLLM, whose columns are contiguous.
+    return data if data.shape == (n, k) and data.stride(1) == 1 else data.t()
 
 
 def is_held(layer: Any) -> bool:

@@ -8,7 +8,11 @@ import pytest
 import torch
 from vllm import ir
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.platforms import current_platform
 from vllm_layers import BF16, relative_error
@@ -43,6 +47,17 @@ def test_layers_of_vllm_multiply_by_our_op(rows: tuple[int, ...], bias: bool) ->
     if x.numel():
         expected = torch.nn.functional.linear(x, layer.dense, layer.bias)
         assert relative_error(out, expected) < 0.005
+
+
+def test_layers_in_fp32_stay_with_vllm() -> None:
+    """Such as the heads of classifiers and reward models."""
+    layer: Any = ReplicatedLinear(
+        24, 3, bias=False, params_dtype=torch.float32, quant_config=OstinatoConfig(), prefix="score"
+    )
+    layer.weight.data.normal_()
+    layer.quant_method.process_weights_after_loading(layer)
+    x = torch.randn(5, 24)
+    assert torch.equal(layer(x)[0], torch.nn.functional.linear(x, layer.weight))
 
 
 def test_parts_are_loaded_one_by_one() -> None:

@@ -9,8 +9,15 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.fusion.fused_act_quant import maybe_fused_act_quant
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsLinearMethod,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Fp8,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.transform.linear import (
+    CompressedTensorsLinearTransformMethod,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     GroupShape,
@@ -19,6 +26,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
+    kFp8StaticTokenSym,
 )
 from vllm_layers import BF16, E4M3, bare_layer, create_weights, fill, relative_error, silu_and_mul
 
@@ -99,6 +107,19 @@ def test_weights_are_held_once_and_packed(strategy: str) -> None:
     assert [p.dim() for p in layer.parameters() if p.dtype is E4M3] == [4]
 
 
+@pytest.mark.parametrize("size", [64, 96])
+def test_square_weights_that_mla_reads_are_not_turned(size: int) -> None:
+    scheme, layer = scheme_of("channel", static=False), bare_layer([size], size)
+    layer.prefix = "model.layers.0.self_attn.kv_b_proj"
+    create_weights(scheme, layer)
+    codes = fill(layer.weight, (torch.randn(size, size) * 40).to(E4M3))
+    scale = fill(layer.weight_scale, torch.rand(size, 1) / 100 + 0.01)
+    scheme.process_weights_after_loading(layer)
+    x = torch.randn(3, size).to(BF16)
+    out = scheme.apply_weights(layer, x, None)
+    assert relative_error(out, x.float() @ (codes.float() * scale).t()) < 0.04
+
+
 @pytest.mark.parametrize("strategy", ["channel", "block"])
 def test_weights_that_mla_reads_stay_in_rows(strategy: str) -> None:
     layer = loaded(strategy, prefix="model.layers.0.self_attn.kv_b_proj")
@@ -115,6 +136,18 @@ def test_a_bound_of_scales_is_kept() -> None:
     # Activations of 100 saturate at the bound of their largest magnitude.
     expected = 10 * layer.dense.sum(1).expand(2, -1)
     assert relative_error(out, expected) < 0.02
+
+
+def test_gate_is_not_fused_where_the_input_is_rotated() -> None:
+    """Checkpoints with online transforms of compressed-tensors rotate it in 16 bits."""
+    layer = loaded("channel")
+    inner = CompressedTensorsLinearMethod(None)
+    layer.quant_method = CompressedTensorsLinearTransformMethod(inner, {}, {})
+    layer.quant_method.input_transform = None
+    x = torch.randn(3, 2 * K).to(BF16)
+    assert isinstance(maybe_fused_act_quant(silu_and_mul(), x, layer), QuantizedActivation)
+    layer.quant_method.input_transform = torch.nn.Identity()
+    assert isinstance(maybe_fused_act_quant(silu_and_mul(), x, layer), torch.Tensor)
 
 
 def test_gate_is_fused_with_the_quantisation_for_the_layer() -> None:
@@ -162,6 +195,9 @@ def test_other_scales_are_left_to_vllm() -> None:
     assert not OstinatoFP8LinearKernel.can_implement(config(kFp8DynamicTokenSym, blocks))[0]
     narrow = create_fp8_quant_key(static=False, group_shape=GroupShape(1, 64))
     assert not OstinatoFp8BlockLinearKernel.can_implement(config(narrow, blocks))[0]
-    assert OstinatoFP8LinearKernel.can_implement(config(kFp8DynamicTokenSym, kFp8StaticChannelSym))[
-        0
-    ]
+
+
+@pytest.mark.parametrize("weights", [kFp8StaticChannelSym, kFp8StaticTokenSym], ids=str)
+def test_scales_by_row_are_ours_whatever_they_are_called(weights: Any) -> None:
+    """ModelOpt and FBGEMM call those of a weight's rows scales by token."""
+    assert OstinatoFP8LinearKernel.can_implement(config(kFp8DynamicTokenSym, weights))[0]

@@ -119,6 +119,14 @@ def test_gate_is_not_fused_where_scales_are_others(how: dict[str, bool]) -> None
     assert not isinstance(maybe_fused_act_quant(silu_and_mul(), x, layer), QuantizedActivation)
 
 
+def test_weights_that_were_not_prepared_are_told() -> None:
+    """vLLM's tensorizer loads parameters as they were saved, and prepares none."""
+    scheme, layer = CompressedTensorsW8A8Int8("channel", False, True), bare_layer([32], 64)
+    create_weights(scheme, layer)
+    with pytest.raises(RuntimeError, match="weight: got one that vLLM has not prepared after"):
+        scheme.apply_weights(layer, torch.randn(3, 64).to(BF16), None)
+
+
 def test_compiled_layers_are_one_graph() -> None:
     layer = loaded()
     x = torch.randn(5, K).to(BF16)
