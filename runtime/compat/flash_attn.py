@@ -236,7 +236,8 @@ def flash_attn_with_kvcache(
       block_size, heads_kv, dim] of any size; written if there are k and v. Without these v_cache
       may have another dim.
     - k, v: [batch, seqlen_new, heads_kv, dim], written after the `cache_seqlens` tokens of each
-      sequence; of tokens for which a cache has no room nothing is written.
+      sequence. Of tokens for which a cache has no room, or no page from 0 to blocks - 1, nothing is
+      written, and their rows of the result mean nothing; on a CPU such a page is an error.
     - rotary_cos, rotary_sin: [positions, rotary_dim / 2], at least as many positions as a sequence
       has room for; rotate k and q, with k and v only. A query's position is that of the new token
       beside it if `causal` or with a window, otherwise that of the first new one.
@@ -273,16 +274,17 @@ def flash_attn_with_kvcache(
             raise ValueError("max_seqlen_q: got None, expected an int with cu_seqlens_q")
         rows = _dense("q", q)
         checks.tensor("cu_seqlens_q", cu_seqlens_q, _INT32, ("batch + 1",), q.device)
-        batch, seqlen_q = cu_seqlens_q.size(0) - 1, max_seqlen_q
+        batch, seqlen_q = cu_seqlens_q.size(0) - 1, _most("max_seqlen_q", max_seqlen_q)
     cache = Cache.of(k_cache, v_cache, block_table, cache_batch_idx, cache_seqlens, batch)
     checks.both_or_neither("k", k, "v", v)
     checks.both_or_neither("rotary_cos", rotary_cos, "rotary_sin", rotary_sin)
-    lengths = cache.lengths
+    lengths, table = cache.lengths, cache.table
     if k is not None and v is not None:
         if cache_seqlens is None:
             raise ValueError("cache_seqlens: got None with k, expected where k is to be written")
         _check_batched("k", k, batch)
         _check_batched("v", v, batch)
+        checks.flag("rotary_interleaved", rotary_interleaved)
         if rotary_cos is not None and rotary_sin is not None:
             cache.check_angles(rotary_cos, rotary_sin)
         # All of it before the cache is written.
@@ -294,10 +296,13 @@ def flash_attn_with_kvcache(
             rows, v_cache.size(-1), scale, causal, window, softcap, None, None, None
         )
         local = causal or window is not None
+        cache.check_pages(k.size(1), whole=window is None or window[0] < 0)
         rows = cache.append(
             rows, _dense("k", k), _dense("v", v), rotary_cos, rotary_sin, rotary_interleaved, local
         )
         lengths = lengths + k.size(1)
+        if local and k.size(1) > 1:
+            table = cache.table_beyond(k.size(1))
     else:
         _refuse("rotary_cos", rotary_cos, "without k")
     if seqlen_q == 0:
@@ -305,7 +310,7 @@ def flash_attn_with_kvcache(
         lse = rows.new_empty(rows.shape[:2], dtype=torch.float32)
     else:
         out, lse = ops.paged_attention(
-            *(rows, k_cache, v_cache, cache.table, lengths),
+            *(rows, k_cache, v_cache, table, lengths),
             cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=seqlen_q,
             scale=scale,
@@ -371,6 +376,8 @@ def _check_batched(name: str, x: torch.Tensor, batch: int | None = None) -> None
 def _check_tensor(name: str, x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+    if x.dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected bf16, fp16 or fp32")
 
 
 def _dense(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -20,12 +20,14 @@ class Cache:
         k, v: [pages, page_size, heads_kv, dim].
         table: [batch, pages of a sequence] int32.
         lengths: [batch] int32, tokens before anything is appended.
+        told_by: the argument that the table comes from.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     table: torch.Tensor
     lengths: torch.Tensor
+    told_by: str = "k_cache"
 
     @staticmethod
     def of(
@@ -44,15 +46,15 @@ class Cache:
         if not isinstance(k_cache, torch.Tensor) or k_cache.ndim != 4:
             got = list(k_cache.shape) if isinstance(k_cache, torch.Tensor) else k_cache
             raise ValueError(f"k_cache: got {got}, expected [rows, capacity, heads_kv, dim]")
-        device = k_cache.device
+        device, told_by = k_cache.device, "k_cache"
         if block_table is not None:
             if cache_batch_idx is not None:
                 raise ValueError("cache_batch_idx: got a tensor, expected None with block_table")
             checks.tensor("block_table", block_table, _INT32, (batch, "blocks"), device)
-            table = block_table
+            table, told_by = block_table, "block_table"
         elif cache_batch_idx is not None:
             checks.tensor("cache_batch_idx", cache_batch_idx, _INT32, (batch,), device)
-            table = cache_batch_idx.unsqueeze(1)
+            table, told_by = cache_batch_idx.unsqueeze(1), "cache_batch_idx"
         elif k_cache.size(0) < batch:
             raise ValueError(
                 f"k_cache: got {k_cache.size(0)} rows, expected one for each of {batch}"
@@ -65,8 +67,52 @@ class Cache:
             checks.tensor("cache_seqlens", cache_seqlens, _INT32, (batch,), device)
         else:
             checks.integer("cache_seqlens", cache_seqlens, least=0)
+            if cache_seqlens > checks.INT32_MAX:
+                raise ValueError(f"cache_seqlens: got {cache_seqlens}, expected an int32")
             cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
-        return Cache(k_cache, v_cache, table, cache_seqlens)
+        return Cache(k_cache, v_cache, table, cache_seqlens, told_by)
+
+    def check_pages(self, seqlen_new: int, whole: bool) -> None:
+        """Check the pages that an append writes, where the host sees them: on a CPU.
+
+        Args:
+            seqlen_new: tokens that each sequence gets.
+            whole: whether all keys are read: the pages before the new tokens are checked, too.
+
+        Raises:
+            ValueError: naming the argument that has them.
+        """
+        if self.table.size(1) == 0:
+            raise ValueError(f"{self.told_by}: got no page, expected one or more for k and v")
+        if self.table.is_cuda or torch.compiler.is_compiling():
+            return
+        page_size, blocks = self.k.size(1), self.k.size(0)
+        slots: set[int] = set()
+        for row, length in zip(self.table.tolist(), self.lengths.tolist(), strict=True):
+            end = min(length + seqlen_new, len(row) * page_size)
+            first = max(length, 0)
+            for entry in range(0 if whole else first // page_size, -(-max(end, 0) // page_size)):
+                if not 0 <= row[entry] < blocks:
+                    raise ValueError(
+                        f"{self.told_by}: got {row[entry]}, expected 0 to {blocks - 1} for each "
+                        "page that is read or written"
+                    )
+            for at in range(first, end):
+                slot = row[at // page_size] * page_size + at % page_size
+                if slot in slots:
+                    raise ValueError(
+                        f"{self.told_by}: got {row[at // page_size]} for two tokens at one place, "
+                        "expected a place of its own for each new token"
+                    )
+                slots.add(slot)
+
+    def table_beyond(self, seqlen_new: int) -> torch.Tensor:
+        """Return the table, made longer for new tokens without room.
+
+        Their keys count, though nobody wrote them, so that queries stand where they do with room.
+        """
+        more = -(-seqlen_new // self.k.size(1))
+        return torch.cat([self.table, self.table[:, -1:].expand(-1, more)], dim=1)
 
     def append(
         self,
@@ -97,13 +143,13 @@ class Cache:
             ops.append_kv(keys, values, self.k, self.v, slots)
             return q
         angles = torch.cat([cos, sin], dim=1).float()
-        # What has no room is not written, but its angles are read.
+        # What has no room, or no place, is not written, but its angles are read.
         last = cos.size(0) - 1
         seqlen_q = q.size(0) // max(batch, 1)
         at_new_tokens = seqlen_q == seqlen_new and (local or seqlen_new == 1)
         rotated = ops.append_kv(
             *(keys, values, self.k, self.v, slots),
-            positions=positions.clamp_max(last).flatten(),
+            positions=positions.clamp(0, last).flatten(),
             cos_sin=angles,
             q=q if at_new_tokens else None,
             interleaved=interleaved,
@@ -116,7 +162,7 @@ class Cache:
         rotated = ops.append_kv(
             *(unwritten, unwritten, self.k, self.v),
             torch.full((q.size(0),), -1, dtype=torch.int64, device=q.device),
-            positions=positions.expand(batch, seqlen_q).clamp_max(last).flatten(),
+            positions=positions.expand(batch, seqlen_q).clamp(0, last).flatten(),
             cos_sin=angles,
             q=q,
             interleaved=interleaved,
@@ -130,7 +176,12 @@ class Cache:
         shape = ("positions", "rotary_dim / 2")
         checks.tensor("rotary_cos", cos, checks.FLOAT_DTYPES, shape, device, any_strides=True)
         checks.tensor("rotary_sin", sin, (cos.dtype,), cos.shape, device, any_strides=True)
-        room = self.table.size(1) * self.k.size(1)
+        room, widest = self.table.size(1) * self.k.size(1), self.k.size(3) // 2
+        if not 0 < cos.size(1) <= widest:
+            raise ValueError(
+                f"rotary_cos: got {cos.size(1)} angles of a position, expected 1 to {widest}, half "
+                "of the head dim"
+            )
         if cos.size(0) < room:
             raise ValueError(
                 f"rotary_cos: got {cos.size(0)} positions, expected at least the cache's {room}"
@@ -147,4 +198,5 @@ class Cache:
         entry = positions // page_size
         page = self.table.gather(1, entry.clamp(0, pages - 1).long())
         slots = page.long() * page_size + positions % page_size
-        return slots.masked_fill((entry < 0) | (entry >= pages), -1)
+        none = (entry < 0) | (entry >= pages) | (page < 0) | (page >= self.k.size(0))
+        return slots.masked_fill(none, -1)

@@ -70,8 +70,14 @@ def writable(name: str, value: torch.Tensor) -> None:
     """Check that no stride of `value` is 0, which would lay several elements on one address.
 
     And that torch's operators, which write it on a CPU, may: outside of `torch.inference_mode` they
-    refuse tensors that were made in it.
+    refuse tensors that were made in it. And that no gradient is asked for, which would be that of
+    what was there before.
     """
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: got a tensor that requires a gradient, expected none for what is written "
+            "(torch.no_grad() says that none is wanted)"
+        )
     if not (value.is_cuda or torch.compiler.is_compiling()) and (
         value.is_inference() and not torch.is_inference_mode_enabled()
     ):

@@ -24,7 +24,7 @@ WEIGHT_DTYPES = (*checks.QUANTIZED_DTYPES, torch.bfloat16, torch.float16)
 _VECTOR = 16  # bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is equal to itself alone
 class PackedWeight:
     """An 8- or 16-bit weight [n, k], re-laid by `pack_weight` for our kernels on CUDA.
 

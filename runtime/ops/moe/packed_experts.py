@@ -20,7 +20,7 @@ from ..linear.packed_weight import ALIGNMENT, TILE_CHANNELS, WEIGHT_DTYPES
 GATE_CHANNELS = TILE_CHANNELS // 2  # channels of the gate in a tile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is equal to itself alone
 class PackedExperts:
     """The weights [experts, n, k] of a layer's experts, re-laid by `pack_experts` for `moe_linear`.
 

@@ -121,3 +121,11 @@ def test_traced_code_makes_packed_weights_of_their_data() -> None:
 
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(x), ops.linear(x, w))
+
+
+def test_packed_weights_are_equal_to_themselves_alone() -> None:
+    codes = torch.randint(-127, 128, (128, 128), dtype=torch.int8)
+    one, other = ops.pack_weight(codes), ops.pack_weight(codes)
+    assert one == one  # noqa: PLR0124
+    assert one != other
+    assert other not in [one]

@@ -231,3 +231,11 @@ def test_a_chain_of_launches_waits_for_each_one() -> None:
                 ops.softcap(logits, 30.0 + turn % 3)
         results.append(logits)
     assert_same_bits(*results)
+
+
+def test_logits_that_want_a_gradient_are_refused() -> None:
+    logits = torch.randn(3, 16, requires_grad=True)
+    with pytest.raises(ValueError, match="logits: got a tensor that requires a gradient"):
+        ops.softcap(logits * 2, 1.5)
+    with torch.no_grad():
+        assert not ops.softcap(logits * 2, 1.5).requires_grad
