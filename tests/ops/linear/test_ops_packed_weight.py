@@ -126,6 +126,6 @@ def test_traced_code_makes_packed_weights_of_their_data() -> None:
 def test_packed_weights_are_equal_to_themselves_alone() -> None:
     codes = torch.randint(-127, 128, (128, 128), dtype=torch.int8)
     one, other = ops.pack_weight(codes), ops.pack_weight(codes)
-    assert one == one  # noqa: PLR0124
+    assert one == one
     assert one != other
     assert other not in [one]
